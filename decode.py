@@ -1,0 +1,367 @@
+"""Decodes prompts with a masked diffusion model and logs the trajectory: which token came when, and how sure it was.
+
+    python decode.py --model M --prompts p.jsonl --out traj.jsonl
+    torchrun --nproc_per_node 8 decode.py --model M --prompts p.jsonl --out traj.jsonl
+    python decode.py --model M --prompts p.jsonl --show              # one decoding in colour: pale came first
+
+Run again with the same --out and it goes on. Score, schedule and temperature default to the model's own. Departures from
+the native decoders: ties are broken by the raw entropy, then by position; the mask token is never chosen; a row is done
+once everything before its first EOS is filled. Letters: B rows, N canvas, V vocabulary, n scored positions.
+"""
+import argparse
+import collections
+import fcntl
+import json
+import os
+import time
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import lora
+from data import Bar, check_record, first_end, judge, lines, prompt_ids, read_prompts, safely
+from model import load, load_tokenizer, read_config, stop
+
+
+def schedule(s) -> list[int]:
+    """How many tokens each step unmasks, over all blocks; what a block holds is spent before the next one starts."""
+    if s.threshold is not None:
+        return []                                        # the model's confidence decides
+    if s.schedule == "dream":                            # step i: masks * (1 - t[i+1] / t[i]), the last step all the rest
+        t, left, counts = torch.linspace(1, 1e-3, s.steps + 1), s.length, []
+        for i in range(s.steps):
+            counts.append(int(left * (1 - t[i + 1] / t[i])) if i < s.steps - 1 else left)
+            left -= counts[-1]
+        return counts
+    if s.tokens_per_step:
+        k = s.tokens_per_step
+        block = [k] * (s.block // k) + [s.block % k] * (s.block % k > 0)
+    else:                                                # even: the remainder goes one each to the first steps
+        steps = s.steps * s.block // s.length
+        block = [s.block // steps + (i < s.block % steps) for i in range(steps)]
+    return block * (s.length // s.block)
+
+
+def entropy(z):
+    """(n, V) logits -> (n,) entropy in nats; an entry at -inf counts 0 log 0 = 0."""
+    logp = z.log_softmax(-1)
+    return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+
+
+def trim(z, s):
+    """(n, V) logits -> logits of the distribution that tokens are drawn from: temperature, top-p, top-k, in this order."""
+    if s.temperature > 0:
+        z = z / s.temperature
+    if s.top_p < 1:                                      # the token that crosses p is kept
+        top, idx = z.sort(-1, descending=True)
+        p = top.softmax(-1)
+        cut = p.cumsum(-1) - p > s.top_p
+        z = z.masked_fill(torch.zeros_like(cut).scatter(-1, idx, cut), -torch.inf)
+    if 0 < s.top_k < z.shape[-1]:
+        z = z.masked_fill(z < z.topk(s.top_k).values[:, -1:], -torch.inf)
+    return z
+
+
+def suppress(z, s):
+    return z.index_fill(-1, torch.tensor(s.end_ids, device=z.device), -torch.inf) if s.suppress_eos else z
+
+
+def unsure(logits, s):
+    """(n, V) -> raw entropy (n,), and the score that needs no token (n,): low goes first."""
+    z = logits.float()
+    H = entropy(z)
+    if s.score not in ("entropy", "margin"):
+        return H, H
+    z = suppress(z, s)
+    z = z if s.clean else trim(z, s)                     # Dream scores the trimmed distribution, LLaDA the clean one
+    if s.score == "entropy":
+        return H, H if s.clean and not s.suppress_eos else entropy(z)
+    top = z.softmax(-1).topk(2).values                                                    # (n, 2)
+    return H, top[:, 1] - top[:, 0]
+
+
+def choose(logits, s, noise=None):
+    """(n, V) -> token (n,), its raw probability (n,), and the mass beside it (n,): low mass = high confidence, to the last bit."""
+    def draw(z):                                         # Gumbel-max in float64: argmax(z / T - log(-log u))
+        z = trim(suppress(z, s), s)
+        return (z if noise is None else z.double() - torch.log(-torch.log(noise))).argmax(-1)
+
+    z = logits.float()
+    token = draw(z)
+    masks = token == s.mask_id
+    if masks.any():                                      # again without it, before the cut: it may be all of the nucleus
+        token = torch.where(masks, draw(z.index_fill(-1, torch.tensor([s.mask_id], device=z.device), -torch.inf)), token)
+    sure = z.softmax(-1).gather(-1, token[:, None])[:, 0]
+    if s.score != "confidence":
+        return token, sure, sure
+    q = (suppress(z, s) if s.clean else trim(suppress(z, s), s)).softmax(-1)
+    return token, sure, q.scatter_(-1, token[:, None], 0).sum(-1)
+
+
+def chunked(f, logits, *rest):
+    """f over slices of at most 2^26 logits: the fp32 temporaries stay small whatever batch, block and vocabulary."""
+    size = max(1, (1 << 26) // logits.shape[-1])
+    parts = [f(logits[i:i + size], *[r if r is None or not torch.is_tensor(r) else r[i:i + size] for r in rest])
+             for i in range(0, len(logits), size)]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+@torch.no_grad()
+def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
+    """prompts: (key, token ids). Yields each finished row: key, ids, canvas, order, entropy, confidence, steps.
+    Rows of like length share a batch; a finished row leaves it and the next prompt takes its place."""
+    device, plan, N = next(model.parameters()).device, schedule(s), s.length
+    waiting = collections.deque(sorted(prompts, key=lambda kp: -len(kp[1])))
+    live: list = []
+    while waiting or live:
+        while waiting and len(live) < batch_size:
+            key, ids = waiting.popleft()
+            live.append(SimpleNamespace(key=key, ids=ids, step=0, canvas=np.full(N, s.mask_id), order=np.full(N, -1),
+                                        entropy=np.zeros(N), confidence=np.zeros(N)))
+        for row in live:
+            while plan and plan[row.step] == 0:          # Dream's first step may unmask nothing: no forward for it
+                row.step += 1
+        T = max(len(row.ids) for row in live) + N
+        ids, real, at = np.zeros((len(live), T), np.int64), np.zeros((len(live), T), bool), np.zeros((len(live), T), bool)
+        for b, row in enumerate(live):
+            real[b, T - N - len(row.ids):] = True
+            ids[b, T - N - len(row.ids):T - N], ids[b, T - N:] = row.ids, row.canvas
+            block = int((row.order < 0).argmax()) // s.block * s.block        # the first block with a mask in it
+            row.candidates = block + np.flatnonzero(row.order[block:block + s.block] < 0)
+            at[b, T - N + row.candidates] = True
+        logits = model(*(torch.from_numpy(x).to(device) for x in (ids, real, at)))        # (n, V)
+        if on_step:
+            on_step(live, T)
+        H, score = chunked(unsure, logits, s)
+        if not bool(H.isfinite().all()):
+            stop(f"{s.model}: the logits are not finite; the checkpoint or its dtype is broken")
+        first = np.cumsum([0] + [len(row.candidates) for row in live])        # row b's share of n: first[b]:first[b+1]
+        token = sure = None
+        if s.score == "confidence" or s.threshold is not None:
+            token, sure, beside = chunked(choose, logits, s, noise(live, [len(r.candidates) for r in live], logits, s))
+            score = beside if s.score == "confidence" else score
+        if s.score == "random":
+            score = torch.cat([torch.rand(len(r.candidates), generator=seeded(r, s, "/order")) for r in live])
+        H, score = H.cpu().numpy(), score.double().cpu().numpy()
+        picks = []                                       # per row: indices into n, best first
+        for b, row in enumerate(live):
+            lo, hi = first[b], first[b + 1]
+            best = lo + np.lexsort((np.arange(hi - lo), H[lo:hi], score[lo:hi]))          # score, raw entropy, position
+            if not plan:                                 # threshold: all that are sure enough, at least the best one
+                above = best[sure.cpu().numpy()[best] > s.threshold]
+                best = above if len(above) else best[:1]
+            picks.append(best[:plan[row.step]] if plan else best)
+        if token is None:                                # the order did not need tokens: draw only the chosen ones
+            chosen = torch.from_numpy(np.concatenate(picks)).to(device)
+            t, p, _ = chunked(choose, logits[chosen], s, noise(live, [len(k) for k in picks], logits, s))
+            token, sure = torch.zeros(len(logits), dtype=torch.long, device=device), torch.zeros(len(logits), device=device)
+            token[chosen], sure[chosen] = t, p
+        token, sure = token.cpu().numpy(), sure.cpu().numpy()
+        for b, row in enumerate(live):
+            where = row.candidates[picks[b] - first[b]]
+            row.canvas[where], row.order[where] = token[picks[b]], row.step
+            row.entropy[where], row.confidence[where] = H[picks[b]], sure[picks[b]]
+            row.step += 1
+            row.done = (row.order >= 0).all() or first_end(row.canvas, row.order, s.end_ids) is not None
+        yield from (row for row in live if row.done)
+        live = [row for row in live if not row.done]
+
+
+def seeded(row, s, what="", device="cpu"):
+    """A generator for this prompt and step, whoever shares the batch; `what` keeps the order's draws apart from the tokens'."""
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{s.seed}/{row.key}/{row.step}{what}".encode()))
+
+
+def noise(live, counts, logits, s):
+    """Uniform noise in float64 for `counts` positions of each row, or None at temperature 0."""
+    if s.temperature == 0:
+        return None
+    return torch.cat([torch.rand(c, logits.shape[-1], generator=seeded(r, s, device=logits.device), dtype=torch.float64, device=logits.device)
+                      for r, c in zip(live, counts, strict=True)])
+
+
+def make_settings(a, c, family: dict, end_ids: list[int]):
+    """Flags and the family's own defaults, checked before any weight is loaded."""
+    own = family["decode"]
+    s = SimpleNamespace(length=a.length, steps=a.steps, block=a.block or a.length, tokens_per_step=a.tokens_per_step,
+                        threshold=a.threshold, top_k=a.top_k, suppress_eos=a.suppress_eos, seed=a.seed,
+                        **{k: own[k] if getattr(a, k) is None else getattr(a, k) for k in ("score", "schedule", "temperature", "top_p")})
+    if a.schedule is None and (a.block or a.tokens_per_step or a.threshold is not None):
+        s.schedule = "even"                              # Dream's own schedule knows neither blocks nor a fixed k
+    if s.length < 1 or s.block < 1 or s.length % s.block:
+        stop(f"--length {s.length} --block {s.block}: the length must be a multiple of the block; try --block {s.length}")
+    blocks = s.length // s.block
+    if s.tokens_per_step and s.steps:
+        stop(f"--steps {s.steps} --tokens-per-step {s.tokens_per_step}: one follows from the other; give one")
+    if s.schedule == "dream" and (blocks > 1 or s.tokens_per_step or s.threshold is not None):
+        stop("--schedule dream: knows no blocks, tokens per step or threshold; use --schedule even")
+    if not 0 <= s.tokens_per_step <= s.block:
+        stop(f"--tokens-per-step {s.tokens_per_step}: must lie in 1..{s.block}, the block")
+    s.steps = s.steps or (blocks * -(-s.block // s.tokens_per_step) if s.tokens_per_step else s.length)
+    if not blocks <= s.steps <= s.length or s.steps % blocks:
+        stop(f"--steps {s.steps}: must lie in {blocks}..{s.length} and be a multiple of the {blocks} blocks; try --steps {s.length}")
+    if s.threshold is not None and not 0 <= s.threshold <= 1 or not s.temperature >= 0 or not 0 < s.top_p <= 1 or s.top_k < 0:
+        stop(f"--threshold {s.threshold} --temperature {s.temperature} --top-p {s.top_p} --top-k {s.top_k}: the threshold lies in "
+             f"0..1, the temperature is not negative, top-p lies in (0, 1], top-k is not negative")
+    logged = dict(vars(s))                               # what a record's `decode` says
+    s.clean, s.mask_id, s.end_ids, s.model = own["clean"], c.mask_id, end_ids, c.name
+    return s, logged
+
+
+def make_record(row, it: dict, tok, s, head: dict) -> dict:
+    """The finished row as method and README "Record format" have it."""
+    end = first_end(row.canvas, row.order, s.end_ids)
+    shown = row.canvas[:end] if end is not None else row.canvas[row.order >= 0]
+    text = tok.decode(shown.tolist(), skip_special_tokens=True)
+    logged = [[None if step < 0 else float(f"{v:.7g}") for v, step in zip(values, row.order, strict=True)]
+              for values in (row.entropy, row.confidence)]
+    return dict(id=it["id"], prompt=it["prompt"], response=text, response_token_ids=row.canvas.tolist(),
+                decoding_order=row.order.tolist(), method=s.score, prompt_token_ids=list(row.ids), entropy=logged[0],
+                confidence=logged[1], answer=it["answer"], correct=judge(text, end is not None, it["answer"], it["kind"]), **head)
+
+
+def append(path: str, record: dict):
+    """One whole line, whoever else writes: under a lock, and taken back if the disk is full."""
+    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    with open(path, "ab", buffering=0) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        size = f.seek(0, os.SEEK_END)
+        try:
+            if f.write(line) != len(line):
+                raise OSError(28, "No space left on device", path)
+        except OSError:
+            f.truncate(size)
+            raise
+
+
+def finished_ids(path: str, head: dict) -> set[str]:
+    """Ids already in the file; a last line that a kill cut off is removed, another run's file refused."""
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        stop(f"--out {path}: {'is a folder' if os.path.isdir(path) else 'its folder is not there'}; give a file in an existing folder")
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return set()
+    with open(path, "rb+") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        size = end = f.seek(0, os.SEEK_END)
+        while end:                                       # back to the last newline
+            start = max(0, end - 65536)
+            f.seek(start)
+            cut = f.read(end - start).rfind(b"\n")
+            end = start + cut + 1 if cut >= 0 else start
+            if cut >= 0:
+                break
+        if end < size:
+            f.truncate(end)
+        ids = set()
+        for place, r in lines(path) if end else ():      # still under the lock: another rank's line may be half there
+            check_record(place, r)
+            for part in ("model", "decode"):
+                if r.get(part) != head[part]:
+                    old, new = r.get(part) or {}, head[part]
+                    odd = next((k for k in {**new, **old} if old.get(k) != new.get(k)), part)
+                    stop(f"{place}: was decoded with {odd} {old.get(odd)!r}, now it is {new.get(odd)!r}; "
+                         f"give another --out, or those settings")
+            ids.add(str(r["id"]))
+    return ids
+
+
+def coloured(row, tok) -> str:
+    """The response with a shade a token: pale = decoded early, dark = late; what was never needed is a dot."""
+    last = max(1, row.order.max())
+    shade = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
+    return "".join(f"\033[48;5;{shade[int(10 * step / last)]};38;5;{16 if step < last * .6 else 231}m{tok.decode([int(t)])}\033[0m"
+                   if step >= 0 else "." for t, step in zip(row.canvas, row.order, strict=True))
+
+
+def add_flags(p):
+    """The decoding flags, shared with eval.py."""
+    g = p.add_argument_group("decoding")
+    g.add_argument("--length", type=int, default=256, help="response tokens, the canvas of masks (default 256)")
+    g.add_argument("--steps", type=int, default=0, help="model steps (default: the length)")
+    g.add_argument("--block", type=int, default=0, help="block length, left to right (default: the length, one block)")
+    g.add_argument("--score", choices=["entropy", "confidence", "margin", "random"], help="what goes first (default: the model's own)")
+    g.add_argument("--schedule", choices=["even", "dream"], help="tokens over steps (default: the model's own)")
+    g.add_argument("--tokens-per-step", type=int, default=0, help="fixed number of tokens a step, instead of --steps")
+    g.add_argument("--threshold", type=float, help="unmask all above this confidence, at least one a step")
+    g.add_argument("--temperature", type=float, help="0 = greedy (default: the model's own)")
+    g.add_argument("--top-p", type=float, help="nucleus, after the temperature (default: the model's own)")
+    g.add_argument("--top-k", type=int, default=0, help="0 = off")
+    g.add_argument("--suppress-eos", action="store_true", help="never choose EOS or end of turn (LLaDA's code settings)")
+    g.add_argument("--raw-prompt", action="store_true", help="feed the bare text, no chat template")
+    g.add_argument("--batch-size", type=int, default=16, help="rows a forward (default 16)")
+    g.add_argument("--seed", type=int, default=0, help="with each prompt's id it seeds that prompt's draws")
+    g.add_argument("--limit", type=int, default=0, help="only the first prompts")
+
+
+def place_of_work():
+    """(rank, world, device, dtype) of this process, under torchrun or not."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+        return rank, world, device, torch.bfloat16
+    return rank, world, "cpu", torch.float32
+
+
+def encode_prompts(items: list[dict], tok, c, s, raw: bool) -> list[tuple]:
+    """[(item number, token ids)], each checked to fit the model's positions."""
+    pairs = [(n, prompt_ids(tok, it, raw)) for n, it in enumerate(items)]
+    for n, ids in pairs:
+        if not ids or len(ids) + s.length > c.positions:
+            stop(f"prompt {items[n]['id']!r}: {len(ids)} tokens and --length {s.length} do not fit the model's {c.positions} positions; "
+                 f"shorten or drop it")
+    return pairs
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, help="model folder or hub name")
+    p.add_argument("--adapter", help="LoRA folder in peft's format")
+    p.add_argument("--prompts", required=True, help=".jsonl or .parquet, or gsm8k, MixChain-Z-PRM12K, Ling-Coder-SFT")
+    p.add_argument("--out", help="trajectories, one JSON object a line; continued if it is there")
+    p.add_argument("--show", action="store_true", help="print one decoding in colour")
+    add_flags(p)
+    a = p.parse_args()
+    if not a.out and not a.show:
+        stop("--out: where shall the trajectories go? Give a file, or --show to look at one decoding")
+    if a.batch_size < 1 or a.limit < 0:
+        stop(f"--batch-size {a.batch_size} --limit {a.limit}: the batch is at least 1, the limit not negative")
+    with safely(f"{a.out} keeps every finished record; run the same command again to go on" if a.out else "nothing was to be kept"):
+        run(a)
+
+
+def run(a):
+    rank, world, device, dtype = place_of_work()
+    c, family = read_config(a.model)
+    items = read_prompts(a.prompts, a.limit or (0 if a.out else 1))
+    tok = load_tokenizer(a.model)
+    s, logged = make_settings(a, c, family, tok.end_ids)
+    head = dict(model=dict(name=a.model, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=tok.end_ids),
+                decode=dict(logged, raw_prompt=a.raw_prompt, adapter=a.adapter))
+    pairs = encode_prompts(items, tok, c, s, a.raw_prompt)
+    mine = sorted(pairs, key=lambda kp: (-len(kp[1]), kp[0]))[rank::world]    # by place in the whole list: stable over restarts
+    done = finished_ids(a.out, head) if a.out else set()
+    todo = [(str(items[n]["id"]), ids) for n, ids in mine if str(items[n]["id"]) not in done]
+    by_id = {str(it["id"]): it for it in items}
+
+    model = load(a.model, device, dtype)
+    if a.adapter:
+        lora.load(model, a.adapter)
+    bar, start, tokens, valid = Bar(len(mine), "decode", len(mine) - len(todo)), time.time(), 0, 0
+    for n, row in enumerate(decode(model, todo, s, a.batch_size), 1):
+        record = make_record(row, by_id[row.key], tok, s, head)
+        if a.out:
+            append(a.out, record)
+        if a.show and n == 1:
+            print(f"{record['prompt']}\n{coloured(row, tok)}\n{row.step} steps; pale = early, dark = late, "
+                  f"a dot = never needed; judged {record['correct']}")
+        tokens, valid = tokens + int((row.order >= 0).sum()), valid + (record["correct"] is not False)
+        bar(len(mine) - len(todo) + n, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / n:.0f} % valid")
+    if rank == 0 and a.out:
+        print(f"{a.out}: {len(todo)} decoded now, {len(mine) - len(todo)} were there" + (f" (rank 0 of {world})" if world > 1 else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""LoRA by hand, in peft's file format, under the hub's module names.
+
+    python lora.py --model M --adapter DIR --out MERGED        # a merged checkpoint in the model's own hub layout
+
+Adapter weights are fp32, whatever the base's type; products run in the activations' type, as autocast would.
+"""
+import argparse
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from data import safely
+from model import find, put, read_json, shards, stop, tensors
+
+PREFIX = "base_model.model."            # what peft puts before the hub's module path
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
+        super().__init__()
+        self.base, self.scale, self.on = base, alpha / r, True
+        A = torch.empty(r, base.in_features)                                     # on CPU: the same start on any device
+        nn.init.kaiming_uniform_(A, a=5 ** 0.5, generator=generator)
+        self.lora_A = nn.Parameter(A.to(base.weight.device))                     # (r, in)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))   # (out, r)
+
+    def delta(self):
+        return self.scale * self.lora_B @ self.lora_A                            # (out, in)
+
+    def forward(self, x):
+        if not self.on:
+            return self.base(x)
+        # y = W x + b + (alpha / r) B A x
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+
+
+def layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """{hub path: LoRALinear}, in the model's order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+def wrap(model: nn.Module, targets=("q_proj", "v_proj"), r: int = 16, alpha: float = 16, seed: int = 0):
+    """Replaces every linear whose last name is in targets; freezes all the rest. Returns the adapter's parameters."""
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    there = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    for t in targets:
+        if t not in there:
+            stop(f"--targets {t}: no linear layer has that name; there are {', '.join(there)}")
+    if r < 1:
+        stop(f"--rank {r}: a LoRA rank is at least 1")
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, m in linears.items():
+        if name.rsplit(".", 1)[-1] in targets:
+            put(model, name, LoRALinear(m, r, alpha, generator))
+    return [p for m in layers(model).values() for p in (m.lora_A, m.lora_B)]
+
+
+@contextlib.contextmanager
+def off(model: nn.Module):
+    """with off(model): the frozen base speaks."""
+    was = {m: m.on for m in layers(model).values()}      # a merged adapter is off already, and must stay so
+    for m in was:
+        m.on = False
+    try:
+        yield
+    finally:
+        for m, on in was.items():
+            m.on = on
+
+
+@torch.no_grad()
+def merge(model: nn.Module, sign: int = 1):
+    """W += (alpha / r) B A, and the adapter off; sign -1 takes it out again (exact to rounding)."""
+    for m in layers(model).values():
+        m.base.weight += sign * m.delta().to(m.base.weight.dtype)
+        m.on = sign < 0
+
+
+def unmerge(model: nn.Module):
+    merge(model, -1)
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{PREFIX}{name}.lora_{ab}.weight": getattr(m, f"lora_{ab}").detach().cpu().contiguous()
+            for name, m in layers(model).items() for ab in "AB"}
+
+
+def save(model: nn.Module, folder, base_name: str = ""):
+    """adapter_model.safetensors + adapter_config.json: what peft.PeftModel.from_pretrained reads."""
+    folder, found = Path(folder), layers(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = next(iter(found.values()))
+    r = first.lora_A.shape[0]
+    save_file(state(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(dict(
+        peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=r, lora_alpha=first.scale * r,
+        lora_dropout=0.0, bias="none", target_modules=sorted({n.rsplit(".", 1)[-1] for n in found}),
+        inference_mode=True, fan_in_fan_out=False, init_lora_weights=True), indent=2))
+
+
+def read(folder) -> tuple[dict, float, int]:
+    """({module path: {"A": ..., "B": ...}}, scale, r) of an adapter folder, ours or peft's."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        stop(f"{folder}: no such folder; --adapter takes one with adapter_config.json and adapter_model.safetensors")
+    config = read_json(folder / "adapter_config.json")
+    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
+        if config.get(key):
+            stop(f"{folder}/adapter_config.json: {key} is {config[key]!r}, which is not built; train without it")
+    r, alpha = config.get("r"), config.get("lora_alpha")
+    if config.get("peft_type") != "LORA" or not isinstance(r, int) or r < 1 or not isinstance(alpha, (int, float)):
+        stop(f"{folder}/adapter_config.json: not a LoRA adapter (peft_type {config.get('peft_type')!r}, r {r!r})")
+    try:
+        flat = load_file(folder / "adapter_model.safetensors")
+    except Exception as e:
+        stop(f"{folder}/adapter_model.safetensors: cannot be read ({str(e).splitlines()[0]}); save the adapter again")
+    found: dict = {}
+    for key, value in flat.items():
+        path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        if kind not in ("A", "B") or value.ndim != 2 or value.shape["BA".index(kind) - 1] != r:
+            stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}")
+        found.setdefault(path, {})[kind] = value
+    odd = [p for p, ab in found.items() if len(ab) != 2]
+    if odd or not found:
+        stop(f"{folder}/adapter_model.safetensors: {odd[0] if odd else 'it'} lacks a matrix; save the adapter again")
+    return found, alpha / r, r
+
+
+def check_fit(folder, path: str, ab: dict, shape):
+    """shape: that of the model's weight at path, None if it has none."""
+    want = (ab["B"].shape[0], ab["A"].shape[1])
+    if shape is None or tuple(shape) != want:
+        has = "has no such layer" if shape is None else f"has {shape[0]} x {shape[1]} there"
+        stop(f"{folder}: {path} ({want[0]} x {want[1]}) does not fit: the model {has}; use the model the adapter was trained on")
+
+
+def load(model: nn.Module, folder):
+    """Wraps the model's layers that the adapter names and fills them in; an adapter that was there goes."""
+    found, scale, r = read(folder)
+    for name, m in layers(model).items():
+        put(model, name, m.base)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for path, ab in found.items():
+        m = linears.get(path)
+        check_fit(folder, path, ab, None if m is None else m.weight.shape)
+        new = LoRALinear(m, r, scale * r)
+        for kind in "AB":
+            getattr(new, f"lora_{kind}").data.copy_(ab[kind])
+        put(model, path, new)
+
+
+def merge_checkpoint(name: str, adapter: str, out: str):
+    """Shard by shard, in the original's file names and types; everything else in its folder is copied unread."""
+    found, scale, _ = read(adapter)
+    if os.path.exists(out):
+        stop(f"--out {out}: is there already; give a new folder")
+    source = find(name, ("*.json", "*.safetensors", "*.txt", "*.py", "*.jinja"))
+    where, tmp = shards(source), Path(f"{out}.part")
+    for path, ab in found.items():                       # all of it before the first byte is written
+        file, shape = where.get(f"{path}.weight"), None
+        if file is not None:
+            with safe_open(file, "pt") as f:
+                shape = f.get_slice(f"{path}.weight").get_shape()
+        check_fit(adapter, path, ab, shape)
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    for file in sorted(set(where.values())):
+        merged = {}
+        for key, w in tensors({k: p for k, p in where.items() if p == file}):
+            ab = found.get(key.removesuffix(".weight"))
+            if ab:
+                w = (w.float() + scale * ab["B"].float() @ ab["A"].float()).to(w.dtype)
+            merged[key] = w
+        save_file(merged, tmp / file.name, metadata={"format": "pt"})
+        print(f"{file.name}: {len(merged)} tensors", flush=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+            shutil.copyfile(file, tmp / file.name)
+    os.rename(tmp, out)
+    print(f"{out}: {name} with {adapter} merged into {len(found)} layers")
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, help="model folder or hub name")
+    p.add_argument("--adapter", required=True, help="adapter folder in peft's format")
+    p.add_argument("--out", required=True, help="new folder for the merged checkpoint")
+    a = p.parse_args()
+    with safely(f"{a.out} was not written; run the same command again"):
+        merge_checkpoint(a.model, a.adapter, a.out)

@@ -1,0 +1,408 @@
+"""TABOM: trajectory-aligned post-training of masked diffusion language models, and its baselines, in one file.
+
+    python tabom.py --data traj.jsonl                                  # one device, or the CPU
+    torchrun --nproc_per_node 8 tabom.py --data traj.jsonl             # 8 GPUs; the defaults are the paper's
+
+--data is what decode.py wrote. LoRA learns to predict the next W tokens of the model's own decoding trajectory (CE) and
+to be surer of tokens decoded earlier than of tokens decoded later (pairwise hinge on entropies). Departures from the
+paper, with reasons: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, W window, n scored positions.
+"""
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from torch.utils.checkpoint import checkpoint
+
+import lora
+from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
+from decode import place_of_work
+from model import load, load_tokenizer, read_config, stop
+
+
+# ---------------------------------------------------------------- the objective
+
+class TokenStats(torch.autograd.Function):
+    """(n, V) logits, (n,) targets -> (n,) cross-entropy, (n,) entropy, off one log-sum-exp and with one (n, V) array kept.
+    dce/dz = p - onehot;  dh/dz = -p (log p + h);  0 log 0 = 0, also where a logit is -inf."""
+    @staticmethod
+    def forward(ctx, logits, x0):
+        logp = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)   # (n, V)  fp32 at least
+        ce = -logp.gather(-1, x0[:, None])[:, 0]                                                # (n,)
+        h = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)                                       # (n,)    p = 0 counts 0
+        ctx.save_for_backward(logp, x0, h)
+        ctx.dtype = logits.dtype
+        return ce, h
+
+    @staticmethod
+    def backward(ctx, g_ce, g_h):
+        logp, x0, h = ctx.saved_tensors
+        grad = (logp.clamp(min=-1e30) + h[:, None]).mul_(-g_h[:, None]).add_(g_ce[:, None]).mul_(logp.exp())    # (n, V)
+        return grad.scatter_add_(-1, x0[:, None], -g_ce[:, None]).to(ctx.dtype), None
+
+
+def tabom_loss(logits, x0, slot, valid, lam, gamma, h_slot=None):
+    """Eq. 9 for each sample: logits (n, V); x0 (n,); slot (B, W): row of logits of the window's w-th token in decoding
+    order; valid (B, W): False where the window is short. h_slot: other rows to read entropies from (--rank-context exact)."""
+    ce, h = TokenStats.apply(logits, x0)                                         # (n,)
+    ce    = (ce[slot] * valid).sum(1) / valid.sum(1)                             # (B,)       Eq. 9, first term: 1/W sum -log p
+    h     = h[slot if h_slot is None else h_slot]                                # (B, W)     h(r): predictive entropy
+    gap   = h[:, :, None] - h[:, None, :] + gamma                                # (B, W, W)  gap[b, r, s] of Eq. 8
+    pair  = (valid[:, :, None] & valid[:, None, :]).triu(1)                      # (B, W, W)  r decoded before s
+    pairs = pair.sum((1, 2))                                                     # (B,)       W (W - 1) / 2
+    rank  = (F.relu(gap) * pair).sum((1, 2)) / pairs.clamp(min=1)                # (B,)       Eq. 8: mean hinge over pairs
+    right = ((gap < gamma) & pair).sum((1, 2))                                   # (B,)       pairs already in order
+    return ce + lam * rank, ce, rank, right, pairs                               # Eq. 9: ce + lambda rank
+
+
+def t3d_loss(logits, ref_logits, x0, slot, valid, a=0.5, b=0.1, c=0.2):
+    """T3D: discriminative self-distillation against the frozen base, plus a path term that favours early tokens."""
+    x1 = ref_logits.argmax(-1)                                                   # (n,)  what the base would say
+    ce, _ = TokenStats.apply(logits, x0)                                         # (n,)
+    ref, _ = TokenStats.apply(ref_logits, x0)                                    # (n,)
+    ce1, ref1 = TokenStats.apply(logits, x1)[0], TokenStats.apply(ref_logits, x1)[0]
+    K = valid.sum(1)                                                             # (B,)  masked tokens of each sample
+    mean = lambda v: (v[slot] * valid).sum(1) / K                                # noqa: E731  (n,) -> (B,)
+    good, bad = mean(ref - ce), mean(ref1 - ce1)                                 # (B,)  l(x) - l_ref(x)
+    level = (ce[slot] * valid).cumsum(1) / torch.arange(1, slot.shape[1] + 1, device=slot.device)   # (B, K)  mean CE of the first s
+    path = (level * valid).sum(1) / K                                            # (B,)  mean over levels s
+    return -F.logsigmoid(b * good) - a * F.logsigmoid(-b * bad) + c * path, mean(ce)
+
+
+# ---------------------------------------------------------------- what the model sees
+
+def view(r, method: str, window: int, rng):
+    """One training view of a trajectory: (visible (N,) bool, targets in decoding order). Never a token of the future.
+    r.order (N,), -1 = never decoded and always masked; r.rank: the positions that may be targets, in total order."""
+    steps = r.order[r.rank]                                                      # ascending
+    if method == "sft":                                                          # Eq. 1: t ~ U(0, 1), each token masked with t
+        masked = rng.random(len(r.order)) < rng.random()
+        if not masked[r.rank].any():
+            masked[rng.choice(r.rank)] = True
+        return ~masked & (r.order >= 0), r.rank[masked[r.rank]]
+    if method == "dinfer":                                                       # two times of the trajectory, i before j
+        i, j = sorted(rng.choice(np.append(np.unique(steps), steps[-1] + 1), 2, replace=False))
+        return (r.order >= 0) & (r.order < i), r.rank[(steps >= i) & (steps < j)]
+    need = 1 if method == "t3d" else min(2, len(steps)) if window == 0 else min(window, len(steps))
+    cut = rng.choice(np.unique(steps[:len(steps) - need + 1]))                   # step boundaries that leave enough tokens
+    left = r.rank[steps >= cut]
+    return (r.order >= 0) & (r.order < cut), left[:window] if method == "tabom" and window else left
+
+
+def collate(rows: list[tuple], mask_id: int, device):
+    """rows: (prompt ids, response ids, visible, targets) -> ids, real, at (B, T); x0 (n,); slot, valid (B, W)."""
+    T, W = max(len(p) + len(x) for p, x, _, _ in rows), max(len(t) for *_, t in rows)
+    ids, real, at = np.zeros((len(rows), T), np.int64), np.zeros((len(rows), T), bool), np.zeros((len(rows), T), bool)
+    slot, valid, n, truth = np.zeros((len(rows), W), np.int64), np.zeros((len(rows), W), bool), 0, []
+    for b, (prompt, x, visible, targets) in enumerate(rows):
+        start = T - len(x)
+        real[b, start - len(prompt):], at[b, start + targets] = True, True
+        ids[b, start - len(prompt):start], ids[b, start:] = prompt, np.where(visible, x, mask_id)
+        slot[b, :len(targets)] = n + np.argsort(np.argsort(targets))             # logits come in reading order
+        valid[b, :len(targets)] = True
+        truth.append(x[np.sort(targets)])
+        n += len(targets)
+    return [torch.from_numpy(a).to(device) for a in (ids, real, at, np.concatenate(truth), slot, valid)]
+
+
+def exact_rows(r, visible, targets):
+    """The definition of h(r): one state for each step of the window, as it was just before that step was decoded.
+    Row 0 is U_t and is asked for the whole window (CE); every row for the tokens of its own step (h)."""
+    steps = np.unique(r.order[targets])
+    rows = [(r.prompt, r.ids, (r.order >= 0) & (r.order < u), targets if u == steps[0] else targets[r.order[targets] == u]) for u in steps]
+    place = {int(t): (k, w) for k, u in enumerate(steps) for w, t in enumerate(rows[k][3]) if r.order[t] == u}
+    return rows, [place[int(t)] for t in targets]
+
+
+def batch_loss(model, batch: list, a, mask_id: int, device):
+    """Per-sample losses (B,) of (record, visible, targets) and what to log: ce, rank, pairs in order, pairs, tokens fed."""
+    zero = torch.zeros(len(batch), device=device)
+    if a.method == "tabom" and a.rank_context == "exact" and a.lam > 0:
+        (r, visible, targets), = batch
+        rows, place = exact_rows(r, visible, targets)
+        ids, real, at, x0, slot, _ = collate(rows, mask_id, device)              # ids (S, T): S <= W states
+        run = lambda *x: model(*x)                                               # noqa: E731
+        parts = [(checkpoint(run, *x, use_reentrant=False) if a.exact_chunk < len(ids) else run(*x))
+                 for x in zip(ids.split(a.exact_chunk), real.split(a.exact_chunk), at.split(a.exact_chunk), strict=True)]
+        h_slot = torch.stack([slot[k, w] for k, w in place])[None]               # (1, W)
+        W = torch.ones(1, len(targets), dtype=torch.bool, device=device)
+        return *tabom_loss(torch.cat(parts), x0, slot[:1, :len(targets)], W, a.lam, a.gamma, h_slot), real.sum()
+    ids, real, at, x0, slot, valid = collate([(r.prompt, r.ids, v, t) for r, v, t in batch], mask_id, device)
+    logits = model(ids, real, at)                                                # (n, V): the head sees the targets alone
+    if a.method == "t3d":
+        with torch.no_grad(), lora.off(model):
+            ref = model(ids, real, at)                                           # (n, V)
+        loss, ce = t3d_loss(logits, ref, x0, slot, valid)
+        return loss, ce, zero, zero, zero, real.sum()
+    return *tabom_loss(logits, x0, slot, valid, a.lam if a.method == "tabom" else 0.0, a.gamma), real.sum()
+
+
+def epoch_batches(lengths: np.ndarray, size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """The epoch's global batches of sample numbers: of (seed, epoch) alone, never of the number of ranks.
+    Like lengths go together (sorted within shuffled pools of 50 batches), so that little is padding."""
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(lengths))
+    pools = [order[i:i + 50 * size] for i in range(0, len(order), 50 * size)]
+    order = np.concatenate([p[np.argsort(lengths[p], kind="stable")] for p in pools])
+    batches = [order[i:i + size] for i in range(0, len(order), size)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
+    """Linear over the first `warmup` steps, then a cosine to 0."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+# ---------------------------------------------------------------- records and files
+
+def read_data(a, c, tok, rank: int) -> list:
+    """Records ready to train on; says how many were left out, and why."""
+    kept, out = [], {}
+    for place, r in read_records(a.data, need_order=a.method != "sft"):
+        if r.get("model") and (r["model"]["mask_id"], r["model"]["vocab_size"]) != (c.mask_id, c.vocab):
+            stop(f"{place}: decoded by {r['model']['name']} (mask {r['model']['mask_id']}, vocabulary {r['model']['vocab_size']}), but {c.name} "
+                 f"has mask {c.mask_id}, vocabulary {c.vocab}; pass the --model of the trajectories")
+        prompt = r.get("prompt_token_ids") or prompt_ids(tok, r)
+        if "response_token_ids" in r:
+            ids, order = np.array(r["response_token_ids"]), np.array(r["decoding_order"])
+        else:                                                                    # ground truth: answer, end of turn, EOS to the canvas
+            ids = tok(r["response"], add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
+            if len(ids) > a.length and not a.all:
+                out["longer than --length"] = out.get("longer than --length", 0) + 1
+                continue
+            ids = np.array(ids + [c.eos_id] * (a.length - len(ids)))
+            order = np.zeros(len(ids), np.int64)
+        if max(ids.max(), max(prompt)) >= c.vocab or len(prompt) + len(ids) > c.positions:
+            stop(f"{place}: a token id beyond the vocabulary of {c.vocab}, or {len(prompt) + len(ids)} tokens for {c.positions} positions; "
+                 f"pass the --model of the trajectories")
+        end, rank_ = first_end(ids, order, tok.end_ids), total_order(order, r.get("entropy"))
+        if a.tail == "drop" and end is not None:
+            rank_ = rank_[rank_ <= end]                                          # paper silent on the tail; README "Departures"
+        why = ("unfinished" if end is None else "judged wrong" if r.get("correct") is False else None) if not a.all else None
+        why = why or ("shorter than 2 tokens" if len(rank_) < 2 else None)
+        if why:
+            out[why] = out.get(why, 0) + 1
+        else:
+            kept.append(SimpleNamespace(id=r["id"], prompt=np.array(prompt), ids=ids, order=order, rank=rank_))
+    told = ", ".join(f"{n} {why}" for why, n in out.items())
+    if not kept:
+        stop(f"{a.data}: no record to train on ({told}); decode more prompts, or --all keeps unfinished and wrong ones")
+    if rank == 0:
+        print(f"{a.data}: {len(kept)} records" + (f", left out {told}" if told else ""), flush=True)
+    return kept
+
+
+def write_folder(path: Path, write):
+    """write(folder) into a folder that appears whole or not at all."""
+    tmp = path.with_name(path.name + ".part")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    write(tmp)
+    for file in tmp.iterdir():
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())
+    os.rename(tmp, path)
+
+
+def flags():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    g = p.add_argument_group("data and model")
+    g.add_argument("--data", required=True, help="trajectories of decode.py; for --method sft also prompts with responses")
+    g.add_argument("--model", help="folder or hub name (default: the one named in the trajectories)")
+    g.add_argument("--out", default="out/tabom", help="adapters, resume point and log.jsonl (default out/tabom)")
+    g.add_argument("--all", action="store_true", help="keep unfinished and wrong records too")
+    g.add_argument("--length", type=int, default=256, help="canvas of ground-truth responses (default 256)")
+    g = p.add_argument_group("objective")
+    g.add_argument("--method", choices=["tabom", "sft", "dinfer", "t3d"], default="tabom")
+    g.add_argument("--window", type=int, default=32, help="W tokens; 0 = global, all still masked (default 32)")
+    g.add_argument("--lam", type=float, default=1.0, help="weight of the ranking term; 0 = CE only (default 1)")
+    g.add_argument("--gamma", type=float, default=0.2, help="margin of the hinge, nats (default 0.2)")
+    g.add_argument("--rank-context", choices=["start", "exact"], default="start", help="entropies at U_t, or just before each token")
+    g.add_argument("--exact-chunk", type=int, default=64, help="states a forward of exact; below W it recomputes, to save memory")
+    g.add_argument("--tail", choices=["keep", "drop"], default="keep", help="tokens after the first EOS as targets")
+    g = p.add_argument_group("LoRA and optimiser")
+    g.add_argument("--rank", type=int, default=16, help="LoRA r (default 16)")
+    g.add_argument("--alpha", type=float, default=16, help="LoRA alpha (default 16)")
+    g.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"], help="layers by last name")
+    g.add_argument("--lr", type=float, default=2e-5, help="peak (default 2e-5)")
+    g.add_argument("--warmup", type=int, default=50, help="steps (default 50)")
+    g.add_argument("--weight-decay", type=float, default=0.01)
+    g.add_argument("--clip", type=float, default=1.0, help="gradient norm")
+    g.add_argument("--epochs", type=int, default=5, help="one window a trajectory and epoch (default 5)")
+    g.add_argument("--max-steps", type=int, default=0, help="end here instead; the cosine ends here too")
+    g.add_argument("--batch-size", type=int, default=4, help="a device (default 4)")
+    g.add_argument("--grad-accum", type=int, default=1)
+    g.add_argument("--seed", type=int, default=0, help="of adapters, order and windows")
+    g = p.add_argument_group("machine")
+    g.add_argument("--dtype", choices=["bf16", "fp32"], help="of the base (default: bf16 on CUDA, fp32 on CPU)")
+    g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block: less memory, about a third slower")
+    g.add_argument("--compile", action="store_true", help="torch.compile the model")
+    g.add_argument("--resume", action="store_true", help="go on from the last resume point in --out")
+    g.add_argument("--save-every", type=int, default=100, help="steps between resume points (default 100)")
+    g.add_argument("--log-every", type=int, default=10, help="steps between printed lines; log.jsonl has every step")
+    g.add_argument("--timeout", type=float, default=30, help="minutes after which a rank that hangs ends the job (default 30)")
+    a = p.parse_args()
+    for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1, max_steps=0, batch_size=1,
+                          grad_accum=1, save_every=1, log_every=1, timeout=0, length=2, weight_decay=0).items():
+        if not getattr(a, flag) >= low or getattr(a, flag) == math.inf:
+            stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}")
+    if a.method == "tabom" and a.window == 1 and a.lam > 0:
+        stop("--window 1: one token makes no pair to rank; use --window 2 or more, or --lam 0")
+    return a
+
+
+def main():
+    a = flags()
+    rank, world, device, dtype = place_of_work()
+    dtype = dict(bf16=torch.bfloat16, fp32=torch.float32).get(a.dtype, dtype)
+    a.resume = a.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0      # torchrun restarted us: go on
+    out, log = Path(a.out), Path(a.out) / "log.jsonl"
+    same = {k: v for k, v in vars(a).items() if k not in ("out", "resume", "save_every", "log_every", "timeout", "data", "model",
+                                                         "batch_size", "grad_accum")}
+    same |= dict(data=os.path.basename(a.data), global_batch=a.batch_size * a.grad_accum * world)
+    if out.exists() and not out.is_dir():
+        stop(f"--out {out}: is a file; give a folder")
+    points = sorted(p for p in out.glob("resume-*") if p.suffix != ".part")
+    if log.exists() and not a.resume:
+        stop(f"--out {out}: holds a run already; --resume to go on with it, or give another --out")
+    state = json.loads((points[-1] / "state.json").read_text()) if points else None
+    if state and state["settings"] != same:
+        odd = next(k for k in {**same, **state["settings"]} if same.get(k) != state["settings"].get(k))
+        stop(f"{points[-1]}: is of a run with {odd} {state['settings'].get(odd)!r}, now it is {same.get(odd)!r}; "
+             f"use those settings, or another --out")
+    first = next(read_records(a.data, need_order=a.method != "sft"))[1]                  # mistakes before weights
+    name = a.model or first.get("model", {}).get("name") or stop(f"{a.data}: names no model; pass --model")
+    c, _ = read_config(name)
+    tok = load_tokenizer(name)
+    records = read_data(a, c, tok, rank)
+
+    if world > 1:
+        dist.init_process_group("nccl" if "cuda" in device else "gloo", timeout=datetime.timedelta(minutes=a.timeout))
+    if "cuda" in device:
+        torch.set_float32_matmul_precision("high")
+    model = load(name, device, dtype)
+    params = lora.wrap(model, a.targets, a.rank, a.alpha, a.seed)
+    model.train()
+    model.grad_checkpoint = a.grad_checkpoint
+    if a.compile:
+        model.compile(dynamic=True)
+    opt = torch.optim.AdamW(params, lr=a.lr, weight_decay=a.weight_decay)
+    names = list(lora.state(model))                                                      # in the order of params
+
+    size = a.batch_size * a.grad_accum * world                                           # global batch
+    lengths = np.array([len(r.prompt) + len(r.ids) for r in records])
+    per_epoch = -(-len(records) // size)
+    total = a.max_steps or per_epoch * a.epochs
+    step = 0
+    if state:
+        saved, step = load_file(points[-1] / "state.safetensors"), state["step"]
+        with torch.no_grad():
+            for key, p in zip(names, params, strict=True):
+                p.copy_(saved[key])
+        opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
+            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k]) for i, k in enumerate(names)}))
+
+    def save_point():
+        if rank == 0 and not (out / f"resume-{step:07d}").exists():
+            moments = {f"{mv}.{k}": opt.state[p][key].cpu() for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq")) for k, p in zip(names, params, strict=True)}
+            write_folder(out / f"resume-{step:07d}", lambda f: (
+                (f / "state.safetensors").write_bytes(to_bytes(lora.state(model) | moments)),
+                (f / "state.json").write_text(json.dumps(dict(step=step, settings=same)))))
+            for old in out.glob("resume-*"):
+                if old.name != f"resume-{step:07d}":
+                    shutil.rmtree(old)
+
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        old = log.read_text().splitlines()[1:] if log.exists() else []
+        old = [x for x in old if x.endswith("}") and json.loads(x)["step"] <= step]
+        head = dict(args=vars(a), model=name, records=len(records), steps=total, world=world, commit=commit(), torch=torch.__version__,
+                    python=platform.python_version(), device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
+        write_whole(log, "".join(x + "\n" for x in [json.dumps(head), *old]).encode())
+        print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; {total} steps of {size}", flush=True)
+    bar, batches = Bar(total, "step", step, 0), None
+    while step < total:
+        clock, epoch = time.time(), step // per_epoch
+        if batches is None or step % per_epoch == 0:
+            batches = epoch_batches(lengths, size, a.seed, epoch)
+        chosen = batches[step % per_epoch]                                               # sample numbers of the global batch
+        losses, sums = torch.zeros(len(chosen), device=device), torch.zeros(5, device=device, dtype=torch.float64)
+        each = 1 if a.method == "tabom" and a.rank_context == "exact" and a.lam > 0 else a.batch_size
+        mine = [range(i, min(i + a.batch_size, len(chosen))) for i in range(0, len(chosen), a.batch_size)][rank::world]
+        for piece in (m[i:i + each] for m in mine for i in range(0, len(m), each)):
+            batch = []
+            for i in piece:                                                              # a view is of (seed, epoch, sample) alone
+                r = records[chosen[i]]
+                batch.append((r, *view(r, a.method, a.window, np.random.default_rng([a.seed, epoch, int(chosen[i])]))))
+            loss, *parts = batch_loss(model, batch, a, c.mask_id, device)                # (B,)
+            (loss.sum() / len(chosen)).backward()                                        # mean over the samples of all ranks
+            losses[piece.start:piece.stop] = loss.detach()
+            sums += torch.stack([x.detach().sum().double() for x in parts])
+        grad = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
+        if world > 1:                                                                    # sums over ranks: already global means
+            for t in (grad, losses, sums):
+                dist.all_reduce(t)
+        gnorm = grad.norm()
+        if not bool(losses.isfinite().all() & gnorm.isfinite()):
+            bad = [records[chosen[i]].id for i in (~losses.isfinite()).nonzero()[:, 0].tolist()] or [records[i].id for i in chosen]
+            last = sorted(p.name for p in out.glob("resume-*"))
+            stop(f"step {step + 1}: the loss or its gradient is not finite, samples {bad}; last good state: {out / last[-1] if last else 'none'}; "
+                 f"look at those samples, or lower --lr")
+        grad *= (a.clip / gnorm).clamp(max=1.0) if a.clip else 1.0
+        for p, g in zip(params, grad.split([p.numel() for p in params]), strict=True):
+            p.grad = g.view_as(p)
+        lr = opt.param_groups[0]["lr"] = learning_rate(step, total, a.lr, a.warmup)
+        opt.step()
+        opt.zero_grad()
+        step += 1
+
+        loss, (ce, hinge, right, pairs, tokens), B = losses.mean().item(), sums.tolist(), len(chosen)
+        ms = 1000 * (time.time() - clock)
+        memory = torch.cuda.max_memory_allocated() / 1e9 if "cuda" in device else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        if rank == 0:
+            row = dict(step=step, epoch=epoch + 1, loss=loss, ce=ce / B, rank=hinge / B, in_order=right / pairs if pairs else None, lr=lr,
+                       gnorm=gnorm.item(), ms=ms, tokens_per_s=tokens / ms * 1000, memory_gb=memory, samples=[records[i].id for i in chosen])
+            with open(log, "a") as f:
+                f.write(json.dumps(row) + "\n")
+        if step % a.log_every == 0 or step == total:
+            bar(step, f"loss {loss:.3f} = ce {ce / B:.3f}" + (f" + {a.lam:g} rank {hinge / B:.3f}" if a.method == "tabom" else "") +
+                f" | {100 * right / max(pairs, 1):.0f} % in order | "
+                f"lr {lr:.1e} | gnorm {gnorm.item():.2f} | {ms:.0f} ms | {tokens / ms * 1000:,.0f} tok/s | {memory:.1f} GB")
+        if step % per_epoch == 0 or step == total:
+            if rank == 0 and not (out / f"epoch-{epoch + 1}").exists():
+                write_folder(out / f"epoch-{epoch + 1}", lambda f: lora.save(model, f, name))
+        if step % a.save_every == 0 or step == total:
+            save_point()
+    if rank == 0:
+        print(f"{out}: adapter in {out}/epoch-{(total - 1) // per_epoch + 1}", flush=True)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "none"
+    except OSError:
+        return "none"
+
+
+if __name__ == "__main__":
+    with safely("--out keeps the last resume point; run the same command with --resume to go on"):
+        main()
