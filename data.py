@@ -1,4 +1,5 @@
-"""Prompts and trajectory records: read in one streaming pass, checked, verified. Nothing a model wrote is ever executed.
+"""Prompts and trajectory records: read in one streaming pass, checked, verified.
+Nothing a model wrote is ever executed.
 
     python data.py FILE_OR_NAME        # reads it all, says what is in it, or the first mistake with file and line
 
@@ -48,7 +49,7 @@ def lines(path: str):
             if raw.endswith(b"\r\n"):
                 stop(f"{place}: the line ends in CR LF; convert the file with: sed -i 's/\\r$//' {path}")
             try:
-                row = json.loads(raw.decode("utf-8"), parse_constant=lambda c: stop(f"{place}: {c} is not JSON; write null"))
+                row = json.loads(raw.decode(), parse_constant=lambda c: stop(f"{place}: {c} is not JSON; write null"))
             except UnicodeDecodeError as e:
                 stop(f"{place}: byte {raw[e.start]:#04x} at {e.start} is not UTF-8; save the file as UTF-8")
             except (ValueError, RecursionError) as e:
@@ -72,7 +73,8 @@ def rows(source: str):
             stop(f"{source}: parquet needs the package datasets: pip install -r requirements-dev.txt")
         try:
             batches = parquet.ParquetFile(source).iter_batches(1000)
-            yield from ((f"{source}: row {i}", row) for i, row in enumerate((r for b in batches for r in b.to_pylist()), 1))
+            yield from ((f"{source}: row {i}", row)
+                        for i, row in enumerate((r for b in batches for r in b.to_pylist()), 1))
         except ArrowInvalid as e:
             stop(f"{source}: not a parquet file ({str(e).splitlines()[0]})")
     elif source.lower().rsplit("/", 1)[-1] in SOURCES and not os.path.exists(source):
@@ -81,9 +83,11 @@ def rows(source: str):
             from datasets import load_dataset
             stream = iter(load_dataset(hub, config, split=split, streaming=True))
         except ImportError:
-            stop(f"{source}: needs the package datasets: pip install -r requirements-dev.txt, or a local .jsonl / .parquet")
+            stop(f"{source}: needs the package datasets: pip install -r requirements-dev.txt, "
+                 f"or a local .jsonl / .parquet")
         except Exception as e:
-            stop(f"{source}: {hub} cannot be had ({type(e).__name__}); check the network, or give a local .jsonl / .parquet")
+            stop(f"{source}: {hub} cannot be had ({type(e).__name__}); check the network, "
+                 f"or give a local .jsonl / .parquet")
         yield from ((f"{hub}: row {i}", {"kind": kind, **row}) for i, row in enumerate(stream, 1))
     else:
         yield from lines(source)
@@ -91,24 +95,26 @@ def rows(source: str):
 
 def item(place: str, row: dict, number: int) -> dict:
     """One row of any of the shapes above as {id, prompt, messages, answer, response, kind}."""
+    shown = lambda x: json.dumps(x, default=str)[:40]
+
     def text(*names, blank=False):
         name = next((n for n in names if n in row), None)
         if name is not None and not (isinstance(row[name], str) and (blank or row[name].strip())):
-            stop(f"{place}: {name} is {json.dumps(row[name], default=str)[:40]}, not a text; mend or delete the line")
+            stop(f"{place}: {name} is {shown(row[name])}, not a text; mend or delete the line")
         return row[name] if name is not None else None
 
     id = row.get("id", number)
     if type(id) not in (int, str):
-        stop(f"{place}: id is {json.dumps(id, default=str)[:40]}, neither number nor text; mend or delete the line")
+        stop(f"{place}: id is {shown(id)}, neither number nor text; mend or delete the line")
     prompt, messages = text("prompt", "question", "instruction"), None
-    response = text("response", "output", "gen_text", "target", blank=True)  # a trajectory may be EOS from its first token
+    response = text("response", "output", "gen_text", "target", blank=True)  # a trajectory may start with EOS
     if prompt and isinstance(row.get("input"), str) and row["input"] and "instruction" in row:
         prompt += "\n" + row["input"]
     if prompt is None and "messages" in row:
         roles, turns = {"human": "user", "gpt": "assistant"}, row["messages"]
         if not (isinstance(turns, list) and turns and all(
-                isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns)):
-            stop(f"{place}: messages is {json.dumps(turns, default=str)[:40]}, not a list of role and content; mend or delete the line")
+                isinstance(t, dict) and all(isinstance(t.get(k), str) for k in ("role", "content")) for t in turns)):
+            stop(f"{place}: messages is {shown(turns)}, not a list of role and content; mend or delete the line")
         messages = [{"role": roles.get(t["role"].lower(), t["role"].lower()), "content": t["content"]} for t in turns]
         if messages[-1]["role"] == "assistant":
             response = response or messages[-1]["content"]
@@ -118,7 +124,7 @@ def item(place: str, row: dict, number: int) -> dict:
         stop(f"{place}: has no prompt; name it prompt, question, instruction or messages")
     answer, kind = row.get("answer"), row.get("kind")
     if not (answer is None or type(answer) in (str, int, float)):
-        stop(f"{place}: answer is {json.dumps(answer, default=str)[:40]}, not a text or number; mend or delete the line")
+        stop(f"{place}: answer is {shown(answer)}, not a text or number; mend or delete the line")
     if isinstance(answer, str) and "####" in answer:     # GSM8K: the worked solution, then #### and the number
         response, answer = response or answer, answer.rsplit("####", 1)[1].strip()
     if answer is None and "target" in row and kind != "code":
@@ -172,7 +178,8 @@ def check_record(place: str, r: dict) -> dict:
     """Stops with place, value and remedy unless r is a sound trajectory record, ours or the authors'."""
     def no(field, why):
         value = json.dumps(r.get(field), default=str)
-        stop(f"{place}: {field} {why}: {value[:40]}{'...' if len(value) > 40 else ''}; write the record again with decode.py")
+        stop(f"{place}: {field} {why}: {value[:40]}{'...' if len(value) > 40 else ''}; "
+             f"write the record again with decode.py")
 
     def of(field, kinds, ok=lambda x: True):             # every entry of a list of one of the kinds, and ok
         v = r[field]
@@ -230,9 +237,10 @@ def read_records(source: str, need_order: bool = True):
                 record["messages"] = item(place, row, number)["messages"]
         else:
             record = item(place, row, number)
-            if need_order or not record["response"]:
-                stop(f"{place}: has no {'decoding_order' if need_order else 'response'}; "
-                     f"{'decode trajectories with decode.py, or train with --method sft' if need_order else 'mend or delete the line'}")
+            if need_order:
+                stop(f"{place}: has no decoding_order; decode trajectories with decode.py, or train with --method sft")
+            if not record["response"]:
+                stop(f"{place}: has no response; mend or delete the line")
         record.setdefault("id", number)
         if str(record["id"]) in seen:
             stop(f"{place}: id {record['id']!r} stands twice; ids must differ")
@@ -241,6 +249,8 @@ def read_records(source: str, need_order: bool = True):
 
 
 # ---------------------------------------------------------------- the verifier
+
+NUMBER = r"(?<!\d)-?\d[\d,]*(?:\.\d+)?"
 
 def final_answer(text: str) -> str | None:
     """The last of: \\boxed{...}, #### x, "answer is x"; else the last number."""
@@ -252,8 +262,8 @@ def final_answer(text: str) -> str | None:
             i += 1
         if not depth:
             return text[start + 7:i - 1].strip()
-    found = re.findall(r"####\s*([^\n#]+)", text) or re.findall(r"answer\s+is:?\s*([^\n]+?)(?:\.(?!\d)|\n|$)", text, re.I) \
-        or re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    found = re.findall(r"####\s*([^\n#]+)", text) \
+        or re.findall(r"answer\s+is:?\s*([^\n]+?)(?:\.(?!\d)|\n|$)", text, re.I) or re.findall(NUMBER, text)
     return found[-1].strip() if found else None
 
 
@@ -270,6 +280,8 @@ def same_answer(a: str, b: str) -> bool:
     if a.strip() == b.strip():
         return True
     x, y = number(a), number(b)
+    if x is None and y is not None and "\\" not in a:     # "18 dollars", "**5** because": its first number
+        x = next((number(m) for m in re.findall(NUMBER, a)), None)
     if x is not None and y is not None:
         return math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9)
     try:                                                 # LaTeX; its LaTeX grammar only: the other one evaluates text
@@ -324,7 +336,8 @@ class Bar:
         filled = 24 * done // self.total
         head = f"\r\033[K{self.what} {'#' * filled}{'.' * (24 - filled)}" if self.tty else self.what
         end = ("\n" if done >= self.total else "") if self.tty else "\n"
-        print(f"{head} {done}/{self.total} | {note} | {int(left) // 60}m{int(left) % 60:02d}s left", end=end, file=sys.stderr, flush=True)
+        print(f"{head} {done}/{self.total} | {note} | {int(left) // 60}m{int(left) % 60:02d}s left",
+              end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -356,8 +369,10 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if len(sys.argv) == 2 else 2)
-    found = [r for _, r in read_records(sys.argv[1], need_order=False)] if sys.argv[1].endswith(".jsonl") and \
-        any(k in next(lines(sys.argv[1]))[1] for k in ("decoding_order", "response_token_ids")) else read_prompts(sys.argv[1])
-    print(f"{sys.argv[1]}: {len(found)} items, {sum('decoding_order' in r for r in found)} of them trajectories, "
+    source = sys.argv[1]
+    decoded = source.endswith(".jsonl") and {"decoding_order", "response_token_ids"} & next(lines(source))[1].keys()
+    found = [r for _, r in read_records(source, need_order=False)] if decoded else read_prompts(source)
+    print(f"{source}: {len(found)} items, {sum('decoding_order' in r for r in found)} of them trajectories, "
           f"{sum(r.get('answer') is not None for r in found)} with a gold answer, "
-          f"{sum(r.get('correct') is True for r in found)} judged right, {sum(r.get('correct') is False for r in found)} wrong")
+          f"{sum(r.get('correct') is True for r in found)} judged right, "
+          f"{sum(r.get('correct') is False for r in found)} wrong")

@@ -4,11 +4,10 @@
     torchrun --nproc_per_node 8 decode.py --model M --prompts p.jsonl --out traj.jsonl
     python decode.py --model M --prompts p.jsonl --show              # one decoding in colour: pale came first
 
-Run again with the same --out and it goes on. Score, schedule and temperature default to the model's own. Departures from
-the native decoders: ties are broken by the raw entropy, then by position; the mask token is never chosen; a row is done
-once everything before its first EOS is filled. Letters: B rows, N canvas, V vocabulary, n scored positions.
+Run again with the same --out and it goes on. Score, schedule and temperature default to the model's own. Departures
+from the native decoders: ties are broken by the raw entropy, then by position; the mask token is never chosen; a row is
+done once everything before its first EOS is filled. Letters: B rows, N canvas, V vocabulary, n scored positions.
 """
-import argparse
 import collections
 import fcntl
 import json
@@ -22,14 +21,14 @@ import torch
 
 import lora
 from data import Bar, check_record, first_end, judge, lines, prompt_ids, read_prompts, safely
-from model import load, load_tokenizer, read_config, stop
+from model import Flags, load, load_tokenizer, read_config, stop
 
 
 def schedule(s) -> list[int]:
     """How many tokens each step unmasks, over all blocks; what a block holds is spent before the next one starts."""
     if s.threshold is not None:
         return []                                        # the model's confidence decides
-    if s.schedule == "dream":                            # step i: masks * (1 - t[i+1] / t[i]), the last step all the rest
+    if s.schedule == "dream":                            # step i: masks * (1 - t[i+1] / t[i]), the last step the rest
         t, left, counts = torch.linspace(1, 1e-3, s.steps + 1), s.length, []
         for i in range(s.steps):
             counts.append(int(left * (1 - t[i + 1] / t[i])) if i < s.steps - 1 else left)
@@ -51,7 +50,7 @@ def entropy(z):
 
 
 def trim(z, s):
-    """(n, V) logits -> logits of the distribution that tokens are drawn from: temperature, top-p, top-k, in this order."""
+    """(n, V) logits -> logits of the distribution tokens are drawn from: temperature, top-p, top-k, in this order."""
     if s.temperature > 0:
         z = z / s.temperature
     if s.top_p < 1:                                      # the token that crosses p is kept
@@ -83,7 +82,7 @@ def unsure(logits, s):
 
 
 def choose(logits, s, noise=None):
-    """(n, V) -> token (n,), its raw probability (n,), and the mass beside it (n,): low mass = high confidence, to the last bit."""
+    """(n, V) -> token (n,), its raw probability (n,), the mass beside it (n,): low = confident, to the last bit."""
     def draw(z):                                         # Gumbel-max in float64: argmax(z / T - log(-log u))
         z = trim(suppress(z, s), s)
         return (z if noise is None else z.double() - torch.log(-torch.log(noise))).argmax(-1)
@@ -91,8 +90,8 @@ def choose(logits, s, noise=None):
     z = logits.float()
     token = draw(z)
     masks = token == s.mask_id
-    if masks.any():                                      # again without it, before the cut: it may be all of the nucleus
-        token = torch.where(masks, draw(z.index_fill(-1, torch.tensor([s.mask_id], device=z.device), -torch.inf)), token)
+    if masks.any():                                      # again without it, before the cut: it may be the whole nucleus
+        token = torch.where(masks, draw(z.index_fill(-1, token.new_tensor([s.mask_id]), -torch.inf)), token)
     sure = z.softmax(-1).gather(-1, token[:, None])[:, 0]
     if s.score != "confidence":
         return token, sure, sure
@@ -124,7 +123,7 @@ def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
             while plan and plan[row.step] == 0:          # Dream's first step may unmask nothing: no forward for it
                 row.step += 1
         T = max(len(row.ids) for row in live) + N
-        ids, real, at = np.zeros((len(live), T), np.int64), np.zeros((len(live), T), bool), np.zeros((len(live), T), bool)
+        ids, real, at = (np.zeros((len(live), T), kind) for kind in (np.int64, bool, bool))
         for b, row in enumerate(live):
             real[b, T - N - len(row.ids):] = True
             ids[b, T - N - len(row.ids):T - N], ids[b, T - N:] = row.ids, row.canvas
@@ -156,7 +155,7 @@ def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
         if token is None:                                # the order did not need tokens: draw only the chosen ones
             chosen = torch.from_numpy(np.concatenate(picks)).to(device)
             t, p, _ = chunked(choose, logits[chosen], s, noise(live, [len(k) for k in picks], logits, s))
-            token, sure = torch.zeros(len(logits), dtype=torch.long, device=device), torch.zeros(len(logits), device=device)
+            token, sure = t.new_zeros(len(logits)), p.new_zeros(len(logits))
             token[chosen], sure[chosen] = t, p
         token, sure = token.cpu().numpy(), sure.cpu().numpy()
         for b, row in enumerate(live):
@@ -170,7 +169,7 @@ def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
 
 
 def seeded(row, s, what="", device="cpu"):
-    """A generator for this prompt and step, whoever shares the batch; `what` keeps the order's draws apart from the tokens'."""
+    """A generator for this prompt and step, whoever shares the batch; `what` keeps order and token draws apart."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{s.seed}/{row.key}/{row.step}{what}".encode()))
 
 
@@ -178,7 +177,8 @@ def noise(live, counts, logits, s):
     """Uniform noise in float64 for `counts` positions of each row, or None at temperature 0."""
     if s.temperature == 0:
         return None
-    return torch.cat([torch.rand(c, logits.shape[-1], generator=seeded(r, s, device=logits.device), dtype=torch.float64, device=logits.device)
+    V, device = logits.shape[-1], logits.device
+    return torch.cat([torch.rand(c, V, generator=seeded(r, s, device=device), dtype=torch.float64, device=device)
                       for r, c in zip(live, counts, strict=True)])
 
 
@@ -187,11 +187,13 @@ def make_settings(a, c, family: dict, end_ids: list[int]):
     own = family["decode"]
     s = SimpleNamespace(length=a.length, steps=a.steps, block=a.block or a.length, tokens_per_step=a.tokens_per_step,
                         threshold=a.threshold, top_k=a.top_k, suppress_eos=a.suppress_eos, seed=a.seed,
-                        **{k: own[k] if getattr(a, k) is None else getattr(a, k) for k in ("score", "schedule", "temperature", "top_p")})
+                        **{k: own[k] if getattr(a, k) is None else getattr(a, k)
+                           for k in ("score", "schedule", "temperature", "top_p")})
     if a.schedule is None and (a.block or a.tokens_per_step or a.threshold is not None):
         s.schedule = "even"                              # Dream's own schedule knows neither blocks nor a fixed k
     if s.length < 1 or s.block < 1 or s.length % s.block:
-        stop(f"--length {s.length} --block {s.block}: the length must be a multiple of the block; try --block {s.length}")
+        stop(f"--length {s.length} --block {s.block}: the length must be a multiple of the block; "
+             f"try --block {s.length}")
     blocks = s.length // s.block
     if s.tokens_per_step and s.steps:
         stop(f"--steps {s.steps} --tokens-per-step {s.tokens_per_step}: one follows from the other; give one")
@@ -201,10 +203,11 @@ def make_settings(a, c, family: dict, end_ids: list[int]):
         stop(f"--tokens-per-step {s.tokens_per_step}: must lie in 1..{s.block}, the block")
     s.steps = s.steps or (blocks * -(-s.block // s.tokens_per_step) if s.tokens_per_step else s.length)
     if not blocks <= s.steps <= s.length or s.steps % blocks:
-        stop(f"--steps {s.steps}: must lie in {blocks}..{s.length} and be a multiple of the {blocks} blocks; try --steps {s.length}")
-    if s.threshold is not None and not 0 <= s.threshold <= 1 or not s.temperature >= 0 or not 0 < s.top_p <= 1 or s.top_k < 0:
-        stop(f"--threshold {s.threshold} --temperature {s.temperature} --top-p {s.top_p} --top-k {s.top_k}: the threshold lies in "
-             f"0..1, the temperature is not negative, top-p lies in (0, 1], top-k is not negative")
+        stop(f"--steps {s.steps}: must lie in {blocks}..{s.length} and be a multiple of the {blocks} blocks; "
+             f"try --steps {s.length}")
+    if not (0 <= (s.threshold or 0) <= 1 and s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
+        stop(f"--threshold {s.threshold} --temperature {s.temperature} --top-p {s.top_p} --top-k {s.top_k}: the "
+             f"threshold lies in 0..1, the temperature is not negative, top-p lies in (0, 1], top-k is not negative")
     logged = dict(vars(s))                               # what a record's `decode` says
     s.clean, s.mask_id, s.end_ids, s.model = own["clean"], c.mask_id, end_ids, c.name
     return s, logged
@@ -219,7 +222,8 @@ def make_record(row, it: dict, tok, s, head: dict) -> dict:
               for values in (row.entropy, row.confidence)]
     return dict(id=it["id"], prompt=it["prompt"], response=text, response_token_ids=row.canvas.tolist(),
                 decoding_order=row.order.tolist(), method=s.score, prompt_token_ids=list(row.ids), entropy=logged[0],
-                confidence=logged[1], answer=it["answer"], correct=judge(text, end is not None, it["answer"], it["kind"]), **head)
+                confidence=logged[1], answer=it["answer"],
+                correct=judge(text, end is not None, it["answer"], it["kind"]), **head)
 
 
 def append(path: str, record: dict):
@@ -239,7 +243,8 @@ def append(path: str, record: dict):
 def finished_ids(path: str, head: dict) -> set[str]:
     """Ids already in the file; a last line that a kill cut off is removed, another run's file refused."""
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        stop(f"--out {path}: {'is a folder' if os.path.isdir(path) else 'its folder is not there'}; give a file in an existing folder")
+        fault = "is a folder" if os.path.isdir(path) else "its folder is not there"
+        stop(f"--out {path}: {fault}; give a file in an existing folder")
     if not os.path.exists(path) or not os.path.getsize(path):
         return set()
     with open(path, "rb+") as f:
@@ -271,8 +276,9 @@ def coloured(row, tok) -> str:
     """The response with a shade a token: pale = decoded early, dark = late; what was never needed is a dot."""
     last = max(1, row.order.max())
     shade = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
-    return "".join(f"\033[48;5;{shade[int(10 * step / last)]};38;5;{16 if step < last * .6 else 231}m{tok.decode([int(t)])}\033[0m"
-                   if step >= 0 else "." for t, step in zip(row.canvas, row.order, strict=True))
+    return "".join(f"\033[48;5;{shade[int(10 * step / last)]};38;5;{16 if step < last * .6 else 231}m"
+                   f"{tok.decode([int(t)])}\033[0m" if step >= 0 else "."
+                   for t, step in zip(row.canvas, row.order, strict=True))
 
 
 def add_flags(p):
@@ -281,14 +287,16 @@ def add_flags(p):
     g.add_argument("--length", type=int, default=256, help="response tokens, the canvas of masks (default 256)")
     g.add_argument("--steps", type=int, default=0, help="model steps (default: the length)")
     g.add_argument("--block", type=int, default=0, help="block length, left to right (default: the length, one block)")
-    g.add_argument("--score", choices=["entropy", "confidence", "margin", "random"], help="what goes first (default: the model's own)")
+    g.add_argument("--score", choices=["entropy", "confidence", "margin", "random"],
+                   help="what goes first (default: the model's own)")
     g.add_argument("--schedule", choices=["even", "dream"], help="tokens over steps (default: the model's own)")
     g.add_argument("--tokens-per-step", type=int, default=0, help="fixed number of tokens a step, instead of --steps")
     g.add_argument("--threshold", type=float, help="unmask all above this confidence, at least one a step")
     g.add_argument("--temperature", type=float, help="0 = greedy (default: the model's own)")
     g.add_argument("--top-p", type=float, help="nucleus, after the temperature (default: the model's own)")
     g.add_argument("--top-k", type=int, default=0, help="0 = off")
-    g.add_argument("--suppress-eos", action="store_true", help="never choose EOS or end of turn (LLaDA's code settings)")
+    g.add_argument("--suppress-eos", action="store_true",
+                   help="never choose EOS or end of turn (LLaDA's code settings)")
     g.add_argument("--raw-prompt", action="store_true", help="feed the bare text, no chat template")
     g.add_argument("--batch-size", type=int, default=16, help="rows a forward (default 16)")
     g.add_argument("--seed", type=int, default=0, help="with each prompt's id it seeds that prompt's draws")
@@ -310,13 +318,13 @@ def encode_prompts(items: list[dict], tok, c, s, raw: bool) -> list[tuple]:
     pairs = [(n, prompt_ids(tok, it, raw)) for n, it in enumerate(items)]
     for n, ids in pairs:
         if not ids or len(ids) + s.length > c.positions:
-            stop(f"prompt {items[n]['id']!r}: {len(ids)} tokens and --length {s.length} do not fit the model's {c.positions} positions; "
-                 f"shorten or drop it")
+            stop(f"prompt {items[n]['id']!r}: {len(ids)} tokens and --length {s.length} do not fit the model's "
+                 f"{c.positions} positions; shorten or drop it")
     return pairs
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Flags(__doc__)
     p.add_argument("--model", required=True, help="model folder or hub name")
     p.add_argument("--adapter", help="LoRA folder in peft's format")
     p.add_argument("--prompts", required=True, help=".jsonl or .parquet, or gsm8k, MixChain-Z-PRM12K, Ling-Coder-SFT")
@@ -328,7 +336,8 @@ def main():
         stop("--out: where shall the trajectories go? Give a file, or --show to look at one decoding")
     if a.batch_size < 1 or a.limit < 0:
         stop(f"--batch-size {a.batch_size} --limit {a.limit}: the batch is at least 1, the limit not negative")
-    with safely(f"{a.out} keeps every finished record; run the same command again to go on" if a.out else "nothing was to be kept"):
+    with safely(f"{a.out} keeps every finished record; run the same command again to go on" if a.out
+                else "nothing was to be kept"):
         run(a)
 
 
@@ -341,7 +350,7 @@ def run(a):
     head = dict(model=dict(name=a.model, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=tok.end_ids),
                 decode=dict(logged, raw_prompt=a.raw_prompt, adapter=a.adapter))
     pairs = encode_prompts(items, tok, c, s, a.raw_prompt)
-    mine = sorted(pairs, key=lambda kp: (-len(kp[1]), kp[0]))[rank::world]    # by place in the whole list: stable over restarts
+    mine = sorted(pairs, key=lambda kp: (-len(kp[1]), kp[0]))[rank::world]    # of the whole list: stable over restarts
     done = finished_ids(a.out, head) if a.out else set()
     todo = [(str(items[n]["id"]), ids) for n, ids in mine if str(items[n]["id"]) not in done]
     by_id = {str(it["id"]): it for it in items}
@@ -360,7 +369,8 @@ def run(a):
         tokens, valid = tokens + int((row.order >= 0).sum()), valid + (record["correct"] is not False)
         bar(len(mine) - len(todo) + n, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / n:.0f} % valid")
     if rank == 0 and a.out:
-        print(f"{a.out}: {len(todo)} decoded now, {len(mine) - len(todo)} were there" + (f" (rank 0 of {world})" if world > 1 else ""))
+        print(f"{a.out}: {len(todo)} decoded now, {len(mine) - len(todo)} were there"
+              + (f" (rank 0 of {world})" if world > 1 else ""))
 
 
 if __name__ == "__main__":

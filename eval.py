@@ -1,13 +1,15 @@
-"""Measures a model and any number of adapters: accuracy, TDS, order agreement, CE against mask ratio, benchmarks, pictures.
+"""Measures a model and any number of adapters:
+accuracy, TDS, order agreement, CE against mask ratio, benchmarks, pictures.
 
-    python eval.py --model M --adapter sft=out/sft/epoch-5 tabom=out/tabom/epoch-5 --prompts test-math.jsonl --parallel 1 2 \\
-                   --tds 64 --order heldout.jsonl --ce gt.jsonl traj.jsonl --pictures --out results
-    torchrun --nproc_per_node 8 eval.py --model M --adapter out/tabom/epoch-5 --tasks gsm8k_cot,minerva_math500 --out results
+    python eval.py --model M --adapter sft=out/sft/epoch-5 tabom=out/tabom/epoch-5 --prompts test-math.jsonl \\
+                   --parallel 1 2 --tds 64 --order heldout.jsonl --ce gt.jsonl traj.jsonl --pictures --out results
+    torchrun --nproc_per_node 8 eval.py --model M --adapter out/tabom/epoch-5 --tasks gsm8k_cot,minerva_math500 \\
+                   --out results
     python eval.py lm_eval run --model tabom --model_args model=M,adapter=DIR --tasks gsm8k_cot --apply_chat_template
     python eval.py --curves out/*/log.jsonl --out results
 
-Every number goes to results/NAME.json with settings, versions, commit and hardware; a NAME that is there is not measured
-again. "base" is the model without adapter. Letters: N canvas, V vocabulary, n scored positions.
+Every number goes to results/NAME.json with settings, versions, commit and hardware; a NAME that is there is not
+measured again. "base" is the model without adapter. Letters: N canvas, V vocabulary, n scored positions.
 """
 import argparse
 import json
@@ -22,10 +24,10 @@ import torch
 import lora
 from data import Bar, first_end, read_prompts, read_records, safely, write_whole
 from decode import add_flags, decode, encode_prompts, entropy, make_record, make_settings, place_of_work
-from model import load, load_tokenizer, read_config, stop
+from model import Flags, load, load_tokenizer, read_config, stop
 from tabom import collate, commit, read_data, tabom_loss, view
 
-BENCHMARKS = {   # the paper's decoding table: tokens = steps, and LLaDA's block; IFEval is not in it: Dream's and LLaDA's own 512
+BENCHMARKS = {   # the paper's decoding table: tokens = steps, LLaDA's block; IFEval is not in it: both models' own 512
     "Dream": dict(gsm8k=(256, 0), math500=(512, 0), mbpp=(1024, 0), humaneval=(768, 0), ifeval=(512, 0)),
     "llada": dict(gsm8k=(512, 8), math500=(512, 64), mbpp=(256, 256), humaneval=(512, 512), ifeval=(512, 512)),
 }
@@ -42,7 +44,8 @@ def interval(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def run(model, tok, c, items: list, s, logged: dict, a, what: str, rank=0, world=1) -> list[dict]:
     """Decodes the prompts (this rank's share of them) and returns records, in the items' order."""
-    head = dict(model=dict(name=c.name, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=s.end_ids), decode=dict(logged, raw_prompt=a.raw_prompt))
+    head = dict(model=dict(name=c.name, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=s.end_ids),
+                decode=dict(logged, raw_prompt=a.raw_prompt))
     pairs = sorted(encode_prompts(items, tok, c, s, a.raw_prompt), key=lambda kp: (-len(kp[1]), kp[0]))[rank::world]
     bar, records, right = Bar(len(pairs), what), {}, 0
     names = {str(items[n]["id"]): n for n, _ in pairs}
@@ -78,7 +81,7 @@ def entropies(model, jobs: list[tuple], mask_id: int, batch_size: int):
 
 
 def tds(model, records: list[dict], c, end_ids, batch_size: int) -> list[float]:
-    """TDS(t), Eq. 11: mean over trajectories of the population variance of H over the body's masked positions at step t."""
+    """TDS(t), Eq. 11: mean over trajectories of the population variance of H over the body's masks at step t."""
     jobs, at_step = [], []
     for r in records:
         for u, visible, left in states(r, end_ids):
@@ -86,14 +89,16 @@ def tds(model, records: list[dict], c, end_ids, batch_size: int) -> list[float]:
                 jobs.append((np.array(r["prompt_token_ids"]), np.array(r["response_token_ids"]), visible, left))
                 at_step.append(u)
     var = np.array([h.var() for h in entropies(model, jobs, c.mask_id, batch_size)])
-    return [float(var[np.array(at_step) == u].mean()) if u in at_step else None for u in range(max(at_step, default=-1) + 1)]
+    return [float(var[np.array(at_step) == u].mean()) if u in at_step else None
+            for u in range(max(at_step, default=-1) + 1)]
 
 
 @torch.no_grad()
 def order_agreement(model, records: list, c, window: int, batch_size: int, windows: int = 4) -> float:
     """Share of held-out window pairs whose earlier-decoded token is the surer one, at the window's start."""
     device, right, pairs = next(model.parameters()).device, 0.0, 0.0
-    views = [(r.prompt, r.ids, *view(r, "tabom", window, np.random.default_rng([w, i]))) for i, r in enumerate(records) for w in range(windows)]
+    views = [(r.prompt, r.ids, *view(r, "tabom", window, np.random.default_rng([w, i])))
+             for i, r in enumerate(records) for w in range(windows)]
     for i in range(0, len(views), batch_size):
         ids, real, at, x0, slot, valid = collate(views[i:i + batch_size], c.mask_id, device)
         *_, ok, all_ = tabom_loss(model(ids, real, at), x0, slot, valid, 1.0, 0.0)
@@ -102,7 +107,8 @@ def order_agreement(model, records: list, c, window: int, batch_size: int, windo
 
 
 @torch.no_grad()
-def ce_by_ratio(model, records: list, c, end_ids, batch_size: int, ratios=tuple(np.arange(1, 10) / 10)) -> dict:
+def ce_by_ratio(model, records: list, c, end_ids, batch_size: int,
+                ratios=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)) -> dict:
     """{mask ratio: mean CE of the masked tokens, up to the first end}: the paper's loss_comparison figure."""
     device, out = next(model.parameters()).device, {}
     for ratio in ratios:
@@ -124,7 +130,8 @@ def ce_by_ratio(model, records: list, c, end_ids, batch_size: int, ratios=tuple(
 # ---------------------------------------------------------------- lm-evaluation-harness
 
 def benchmark_flags(task: str, model_type: str) -> tuple[int, int] | None:
-    return next((v for k, v in BENCHMARKS[model_type].items() if k in task.replace("-", "").replace("minerva_math500", "math500")), None)
+    name = task.replace("-", "").replace("minerva_math500", "math500")
+    return next((v for k, v in BENCHMARKS[model_type].items() if k in name), None)
 
 
 def register():
@@ -137,20 +144,22 @@ def register():
 
     @register_model("tabom")
     class Harness(LM):
-        def __init__(self, model: str, adapter: str | None = None, batch_size=None, device=None, max_batch_size=None, **own):
+        def __init__(self, model: str, adapter: str | None = None,
+                     batch_size=None, device=None, max_batch_size=None, **own):
             super().__init__()
             p = argparse.ArgumentParser()
             add_flags(p)
             self.flags = p.parse_args([])
             unknown = set(own) - set(vars(self.flags))
             if unknown:
-                stop(f"--model_args {sorted(unknown)[0]}: unknown; there are model, adapter, {', '.join(vars(self.flags))}")
+                stop(f"--model_args {sorted(unknown)[0]}: unknown; "
+                     f"there are model, adapter, {', '.join(vars(self.flags))}")
             vars(self.flags).update(own)
             self.flags.batch_size = int(batch_size or 16) if str(batch_size or 16).isdigit() else 16
             self.own, (self.c, self.family), self.tok = own, read_config(model), load_tokenizer(model)
             self.place, self.world, where, dtype = place_of_work()
             if self.world > 1 and not torch.distributed.is_initialized():
-                torch.distributed.init_process_group("gloo")     # texts only: every rank sees all requests and decodes its share
+                torch.distributed.init_process_group("gloo")     # texts: all ranks get all requests, decode a share
             self.model = load(model, where, dtype)
             if adapter:
                 lora.load(self.model, adapter)
@@ -161,7 +170,8 @@ def register():
             return self.tok.chat_template or ""
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            return self.tok.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            return self.tok.apply_chat_template(chat_history, tokenize=False,
+                                                add_generation_prompt=add_generation_prompt,
                                                 continue_final_message=not add_generation_prompt)
 
         def generate_until(self, requests):
@@ -175,8 +185,10 @@ def register():
                     f.block = f.block or block
                 f.raw_prompt = True                              # the harness has applied the template
                 s, logged = make_settings(f, self.c, self.family, self.tok.end_ids)
-                items = [dict(id=f"{task}-{n}", prompt=r.args[0], messages=None, answer=None, kind=None) for n, r in these]
-                for (n, r), record in zip(these, run(self.model, self.tok, self.c, items, s, logged, f, task, self.place, self.world), strict=True):
+                items = [dict(id=f"{task}-{n}", prompt=r.args[0], messages=None, answer=None, kind=None)
+                         for n, r in these]
+                records = run(self.model, self.tok, self.c, items, s, logged, f, task, self.place, self.world)
+                for (n, r), record in zip(these, records, strict=True):
                     until = r.args[1].get("until") or []
                     cuts = [record["response"].find(u) for u in ([until] if isinstance(until, str) else until) if u]
                     texts[n] = record["response"][:min([x for x in cuts if x >= 0], default=None)]
@@ -193,15 +205,16 @@ def register():
 
 def benchmarks(a, name: str, adapter: str | None) -> dict:
     """The harness's results for one adapter; task folders of one's own by --task-path."""
-    own = {k: getattr(a, k) for k in ("score", "schedule", "temperature", "top_p", "threshold") if getattr(a, k) is not None}
-    own |= {k: getattr(a, k) for k in ("steps", "block", "tokens_per_step", "top_k", "suppress_eos") if getattr(a, k)}
+    own = {k: vars(a)[k] for k in ("score", "schedule", "temperature", "top_p", "threshold") if vars(a)[k] is not None}
+    own |= {k: vars(a)[k] for k in ("steps", "block", "tokens_per_step", "top_k", "suppress_eos") if vars(a)[k]}
     own |= {"length": a.length} if "--length" in sys.argv else {}
     lm = register()(a.model, adapter, a.batch_size, seed=a.seed, **own)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     try:
-        found = simple_evaluate(lm, tasks=a.tasks.split(","), num_fewshot=a.num_fewshot, limit=a.limit or None, log_samples=False,
-                                apply_chat_template=not a.raw_prompt, confirm_run_unsafe_code=a.confirm_run_unsafe_code, bootstrap_iters=0,
+        found = simple_evaluate(lm, tasks=a.tasks.split(","), num_fewshot=a.num_fewshot, limit=a.limit or None,
+                                log_samples=False, bootstrap_iters=0, apply_chat_template=not a.raw_prompt,
+                                confirm_run_unsafe_code=a.confirm_run_unsafe_code,
                                 task_manager=TaskManager(include_path=a.task_path, include_defaults=not a.task_path))
     except ValueError as e:                                      # unknown task, or code without consent
         stop(f"--tasks {a.tasks}: {str(e).splitlines()[0]}")
@@ -232,20 +245,21 @@ def draw_lines(path, curves: dict[str, tuple], title: str, x: str, y: str):
 
 
 def draw_map(path, model, r: dict, tok, c, batch_size: int):
-    """One decoding as a position x step map: colour = entropy of what was still masked; a dot = decoded at that step."""
-    end_ids = tok.end_ids
-    jobs = [(u, (np.array(r["prompt_token_ids"]), np.array(r["response_token_ids"]), v, p)) for u, v, p in states(r, end_ids) if len(p)]
+    """One decoding as a position x step map: colour = entropy of what is still masked; a dot = decoded at that step."""
+    jobs = [(u, (np.array(r["prompt_token_ids"]), np.array(r["response_token_ids"]), v, p))
+            for u, v, p in states(r, tok.end_ids) if len(p)]
     grid = np.full((max(u for u, _ in jobs) + 1, max(p.max() for _, (*_, p) in jobs) + 1), np.nan)
     for (u, (*_, p)), h in zip(jobs, entropies(model, [j for _, j in jobs], c.mask_id, batch_size), strict=True):
         grid[u, p] = h
     fig, ax = axes("Entropy of masked positions while decoding", "response position", "decoding step", (7, 4.5))
     ax.grid(False)
     image = ax.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest")
-    for i, u in enumerate(r["decoding_order"][:grid.shape[1]]):
+    width = grid.shape[1]
+    for i, u in enumerate(r["decoding_order"][:width]):
         if u >= 0:
             ax.plot(i, u, "o", color="crimson", markersize=3)
-    if grid.shape[1] <= 64:
-        ax.set_xticks(range(grid.shape[1]), [tok.decode([t]) for t in r["response_token_ids"][:grid.shape[1]]], fontsize=6)
+    if width <= 64:
+        ax.set_xticks(range(width), [tok.decode([t]) for t in r["response_token_ids"][:width]], fontsize=6)
     fig.colorbar(image, label="entropy (nats)")
     fig.savefig(path)
 
@@ -259,19 +273,23 @@ def draw_curves(paths: list[str], out: Path):
             ys = np.array([np.nan if r[key] is None else r[key] for r in rows])
             if len(ys) and not np.isnan(ys).all():
                 k = max(1, len(ys) // 50)                        # running mean: windows are random, steps are noisy
-                curves[Path(path).parent.name] = [r["step"] for r in rows][k - 1:], np.convolve(ys, np.ones(k) / k, "valid")
+                steps = [r["step"] for r in rows[k - 1:]]
+                curves[Path(path).parent.name] = steps, np.convolve(ys, np.ones(k) / k, "valid")
         draw_lines(out / f"curve-{key}.png", curves, f"Training: {key}", "step", key)
 
 
 # ---------------------------------------------------------------- the study's report
 
-METHODS = {   # label: what it is, and the paper's gain over No-SFT (Dream, math): in-domain, out-of-domain, GSM8K at 2 tokens a step
-    "sft-gt": ("SFT-GT", -1.85, -3.22, -2.04), "sft-sd": ("SFT-SD", 0.27, 1.77, 0.54), "dinfer": ("dInfer", 1.36, 1.17, 3.26),
-    "t3d": ("T3D", 0.81, 1.47, 2.35), "tabom": ("TABOM", 2.10, 2.24, 3.42)}
-COMPONENTS = {"sft-sd": ("SFT-SD", 81.95), "global-ce": ("global window, CE only", 82.18), "global": ("global window, CE + ranking", 83.10),
-              "ce-only": ("local window, CE only", 82.50), "tabom": ("local window, CE + ranking (TABOM)", 84.31)}
-MARGINS = {"lam1-gamma0.1": 77.94, "tabom": 78.62, "lam1-gamma0.3": 78.09, "lam2-gamma0.1": 77.18, "lam2-gamma0.2": 78.62, "lam2-gamma0.3": 77.48}
-WINDOWS = {"window2": (2, 83.78), "tabom": (4, 84.08), "window6": (6, 83.95), "window8": (8, 82.79), "global": (26, 75.36)}
+METHODS = {   # label: name, the paper's gain over No-SFT (Dream, math): in-domain, out-of-domain, GSM8K at 2 a step
+    "sft-gt": ("SFT-GT", -1.85, -3.22, -2.04), "sft-sd": ("SFT-SD", 0.27, 1.77, 0.54),
+    "dinfer": ("dInfer", 1.36, 1.17, 3.26), "t3d": ("T3D", 0.81, 1.47, 2.35), "tabom": ("TABOM", 2.10, 2.24, 3.42)}
+COMPONENTS = {"sft-sd": ("SFT-SD", 81.95), "global-ce": ("global window, CE only", 82.18),
+              "global": ("global window, CE + ranking", 83.10), "ce-only": ("local window, CE only", 82.50),
+              "tabom": ("local window, CE + ranking (TABOM)", 84.31)}
+MARGINS = {"lam1-gamma0.1": 77.94, "tabom": 78.62, "lam1-gamma0.3": 78.09,
+           "lam2-gamma0.1": 77.18, "lam2-gamma0.2": 78.62, "lam2-gamma0.3": 77.48}
+WINDOWS = {"window2": (2, 83.78), "tabom": (4, 84.08), "window6": (6, 83.95), "window8": (8, 82.79),
+           "global": (26, 75.36)}
 
 
 def spread(values) -> str:
@@ -280,7 +298,7 @@ def spread(values) -> str:
 
 
 def report(study: Path):
-    """study/base*/results/LABEL@SEED.json -> study/report.md and study/gains.png: the paper's tables beside ours, verdicts in words."""
+    """study/base*/results/LABEL@SEED.json -> study/report.md, gains.png: the paper's tables beside ours, verdicts."""
     runs: dict = {}                                              # {label: {(base, seed): result}}
     for f in sorted(study.glob("base*/results/*.json")):
         label, _, seed = f.stem.partition("@")
@@ -296,10 +314,13 @@ def report(study: Path):
         get = (lambda r: r.get(key)) if key in ("tds", "in_order") else (lambda r: acc(r, key))
         return {k: get(r) - get(bases[k[0]]) for k, r in runs.get(label, {}).items() if get(r) is not None}
 
-    def cell(label, key):
-        return spread(gains(label, key).values())
+    def row(name, label, columns, *more):                        # a line of a table: gains, then what is given
+        return f"| {name} | {' | '.join([*(spread(gains(label, k).values()) for k in columns), *more])} |"
 
-    def against(one, two, key):                                  # paired over base and seed: mean, its standard error, number
+    def head(title, columns):
+        return ["", f"## {title}", "", columns, "|" + "---|" * (columns.count("|") - 1)]
+
+    def against(one, two, key):                                  # paired over base and seed: mean, standard error, n
         a, b = gains(one, key), gains(two, key) if two else {}
         d = [a[k] - (b[k] if two else 0) for k in a if not two or k in b]
         return (np.mean(d), np.std(d, ddof=1) / math.sqrt(len(d)), len(d)) if len(d) > 1 else (0.0, math.inf, len(d))
@@ -313,65 +334,71 @@ def report(study: Path):
     one = next(iter(bases.values()))
     first = next(iter(runs.get("tabom", {}).values()), one)
     n = one["accuracy"]["test-math/1"]["n"]
-    text = [f"# TABOM on the toy: {len(bases)} bases, {len(runs.get('tabom', {}))} training runs a method, {n} test prompts a domain", "",
-            f"Machine: {first['device']}; torch {first['torch']}; commit {first['commit']}. Cells are points over the run's own base, mean ± standard "
-            "deviation over runs; paper columns are its Dream-7B or LLaDA-8B figures, for the direction only.", "", "## Bases", "",
-            "| base | math, 1 a step | math, 2 | logic, 1 | logic, 2 | TDS | pairs in order |", "|---|---|---|---|---|---|---|"]
+    text = [f"# TABOM on the toy: {len(bases)} bases, {len(runs.get('tabom', {}))} training runs a method, "
+            f"{n} test prompts a domain", "",
+            f"Machine: {first['device']}; torch {first['torch']}; commit {first['commit']}. "
+            f"Cells are points over the run's own base, mean ± standard deviation over runs; "
+            f"paper columns are its Dream-7B or LLaDA-8B figures, for the direction only."]
+    text += head("Bases", "| base | math, 1 a step | math, 2 | logic, 1 | logic, 2 | TDS | pairs in order |")
     keys = ("test-math/1", "test-math/2", "test-logic/1", "test-logic/2")
     text += [f"| {b} | " + " | ".join(f"{acc(r, k):.1f}" if acc(r, k) is not None else "not run" for k in keys) +
              f" | {r.get('tds', 0):.3f} | {100 * r.get('in_order', 0):.1f} % |" for b, r in bases.items()]
-    text += ["", "## Main and parallel tables", "", "| method | math, 1 a step | logic, 1 | math, 2 a step | logic, 2 | TDS | pairs in order | "
-             "paper: in-domain | OOD | GSM8K, 2 a step |", "|---|---|---|---|---|---|---|---|---|---|"]
+    text += head("Main and parallel tables", "| method | math, 1 a step | logic, 1 | math, 2 a step | logic, 2 | TDS | "
+                 "pairs in order | paper: in-domain | OOD | GSM8K, 2 a step |")
     for label, (name, *paper) in METHODS.items():
-        extra = [spread(v * (100 if key == "in_order" else 1000) for v in gains(label, key).values()) for key in ("tds", "in_order")]
-        text.append(f"| {name} | " + " | ".join(cell(label, k) for k in ("test-math/1", "test-logic/1", "test-math/2", "test-logic/2")) +
-                    f" | {extra[0]} e-3 | {extra[1]} | " + " | ".join(f"{x:+.2f}" for x in paper) + " |")
-    text += ["", "## Components (paper: GSM8K of Dream)", "", "| | math, 1 a step | math, 2 | logic, 1 | paper |", "|---|---|---|---|---|"]
-    text += [f"| {name} | {cell(k, 'test-math/1')} | {cell(k, 'test-math/2')} | {cell(k, 'test-logic/1')} | {p:.2f} |" for k, (name, p) in COMPONENTS.items()]
-    text += ["", "## lambda and gamma (paper: GSM8K of LLaDA)", "", "| | math, 1 a step | math, 2 | paper |", "|---|---|---|---|"]
-    text += [f"| {'lam1-gamma0.2 (TABOM)' if k == 'tabom' else k} | {cell(k, 'test-math/1')} | {cell(k, 'test-math/2')} | {p:.2f} |" for k, p in MARGINS.items()]
-    text += ["", "## Window (paper: GSM8K of Dream at W 16, 32, 48, 64, 256 of 256; ours of 26)", "", "| W | math, 1 a step | math, 2 | paper |",
-             "|---|---|---|---|"]
-    text += [f"| {w} | {cell(k, 'test-math/1')} | {cell(k, 'test-math/2')} | {p:.2f} |" for k, (w, p) in WINDOWS.items()]
-    text += ["", "## Decisions the paper leaves open", "", "| | math, 1 a step | math, 2 | logic, 1 |", "|---|---|---|---|"]
-    text += [f"| {name} | {cell(k, 'test-math/1')} | {cell(k, 'test-math/2')} | {cell(k, 'test-logic/1')} |" for k, name in
-             (("tabom", "entropies at the window's start, tail kept"), ("exact", "--rank-context exact"), ("drop", "--tail drop"))]
+        extra = [spread(v * by for v in gains(label, key).values()) for key, by in (("tds", 1000), ("in_order", 100))]
+        text.append(row(name, label, (keys[0], keys[2], keys[1], keys[3]), f"{extra[0]} e-3", extra[1],
+                        *(f"{x:+.2f}" for x in paper)))
+    text += head("Components (paper: GSM8K of Dream)", "| | math, 1 a step | math, 2 | logic, 1 | paper |")
+    text += [row(name, k, keys[:3], f"{p:.2f}") for k, (name, p) in COMPONENTS.items()]
+    text += head("lambda and gamma (paper: GSM8K of LLaDA)", "| | math, 1 a step | math, 2 | paper |")
+    text += [row("lam1-gamma0.2 (TABOM)" if k == "tabom" else k, k, keys[:2], f"{p:.2f}") for k, p in MARGINS.items()]
+    text += head("Window (paper: GSM8K of Dream at W 16, 32, 48, 64, 256 of 256; ours of 26)",
+                 "| W | math, 1 a step | math, 2 | paper |")
+    text += [row(w, k, keys[:2], f"{p:.2f}") for k, (w, p) in WINDOWS.items()]
+    text += head("Decisions the paper leaves open", "| | math, 1 a step | math, 2 | logic, 1 |")
+    text += [row(name, k, keys[:3]) for k, name in (("tabom", "entropies at the window's start, tail kept"),
+                                                    ("exact", "--rank-context exact"), ("drop", "--tail drop"))]
 
-    worst = min((r["ce"]["ground truth"][k] - r["ce"]["self-distilled"][k] for r in bases.values() if "ce" in r for k in r["ce"]["ground truth"]), default=None)
-    gt, sd, tb, tb2 = against("sft-gt", None, keys[2]), against("sft-sd", None, keys[2]), against("tabom", None, keys[0]), against("tabom", None, keys[2])
+    worst = min((truth - r["ce"]["self-distilled"][k] for r in bases.values() if "ce" in r
+                 for k, truth in r["ce"]["ground truth"].items()), default=None)
+    gt, sd, tb2 = (against(k, None, keys[2]) for k in ("sft-gt", "sft-sd", "tabom"))
+    tb = against("tabom", None, keys[0])
     rivals = [k for k in METHODS if k not in ("tabom", "sft-gt") and gains(k, keys[0])]
-    best = {key: max(rivals, key=lambda k: against(k, None, key)[0], default="sft-sd") for key in (keys[0], keys[1], "tds")}
+    best = {key: max(rivals, key=lambda k: against(k, None, key)[0], default="sft-sd") for key in (*keys[:2], "tds")}
     moderate = {k: against(k, None, keys[0])[0] for k in MARGINS if gains(k, keys[0])}
-    text += ["", "## Verdicts", "", "A difference is shown or contrary when it is more than two standard errors from 0, paired over base and training seed.", "",
-             "| claim | verdict | evidence |", "|---|---|---|"]
-    local, tds_d = against("tabom", "global", keys[0]), against("tabom", best["tds"], "tds")
+    text += ["", "## Verdicts", "", "A difference is shown or contrary when it is more than two standard errors from "
+             "0, paired over base and training seed.", "", "| claim | verdict | evidence |", "|---|---|---|"]
+    plain = lambda claim, d, unit="points": (claim, verdict(d), told(d, unit))
     rows = [
-        ("1. own answers are easier to fit than ground truth at every mask ratio", "not run" if worst is None else "shown" if worst > 0 else "not shown",
+        ("1. own answers are easier to fit than ground truth at every mask ratio",
+         "not run" if worst is None else "shown" if worst > 0 else "not shown",
          "" if worst is None else f"smallest gap over bases and ratios {worst:+.3f} nats"),
-        ("2a. SFT-GT forgets (logic)", {"shown": "contrary", "contrary": "shown"}.get(verdict(gt), "not shown"), told(gt)),
+        ("2a. SFT-GT forgets (logic)", verdict((-gt[0], gt[1])), told(gt)),
         ("2b. SFT-SD does not forget", "not shown" if verdict(sd) == "contrary" else "shown", told(sd)),
         ("2c. SFT-SD gains little in-domain", "", told(against("sft-sd", None, keys[0]))),
-        ("3a. TABOM gains in-domain", verdict(tb), told(tb)),
-        (f"3b. more than the best of the other self-distilled methods ({best[keys[0]]})", verdict(against("tabom", best[keys[0]], keys[0])),
-         told(against("tabom", best[keys[0]], keys[0]))),
-        ("3c. ranking helps over CE alone", verdict(against("tabom", "ce-only", keys[0])), told(against("tabom", "ce-only", keys[0]))),
+        plain("3a. TABOM gains in-domain", tb),
+        plain(f"3b. more than the best of the other self-distilled methods ({best[keys[0]]})",
+              against("tabom", best[keys[0]], keys[0])),
+        plain("3c. ranking helps over CE alone", against("tabom", "ce-only", keys[0])),
         ("3d. TABOM does not forget", "not shown" if verdict(tb2) == "contrary" else "shown", told(tb2)),
-        (f"4. TABOM has the largest TDS (next: {best['tds']})", verdict(tds_d), told(tds_d, "nats²")),
-        (f"5. TABOM holds up at 2 tokens a step (against {best[keys[1]]})", verdict(against("tabom", best[keys[1]], keys[1])),
-         told(against("tabom", best[keys[1]], keys[1]))),
-        ("5b. ranking helps over CE alone at 2 tokens a step", verdict(against("tabom", "ce-only", keys[1])), told(against("tabom", "ce-only", keys[1]))),
-        ("6. a local window beats the global one", verdict(local), told(local)),
-        ("7. moderate gamma (0.2) is best", "shown" if moderate and max(moderate, key=moderate.get) in ("tabom", "lam2-gamma0.2") else "not shown",
+        plain(f"4. TABOM has the largest TDS (next: {best['tds']})", against("tabom", best["tds"], "tds"), "nats²"),
+        plain(f"5. TABOM holds up at 2 tokens a step (against {best[keys[1]]})",
+              against("tabom", best[keys[1]], keys[1])),
+        plain("5b. ranking helps over CE alone at 2 tokens a step", against("tabom", "ce-only", keys[1])),
+        plain("6. a local window beats the global one", against("tabom", "global", keys[0])),
+        ("7. moderate gamma (0.2) is best",
+         "shown" if moderate and max(moderate, key=moderate.get) in ("tabom", "lam2-gamma0.2") else "not shown",
          ", ".join(f"{'lam1-gamma0.2' if k == 'tabom' else k} {v:+.1f}" for k, v in moderate.items()))]
     text += [f"| {c} | {v} | {e} |" for c, v, e in rows]
     (study / "report.md").write_text("\n".join(text) + "\n")
     fig, ax = axes("Gain over the base (toy), mean and standard deviation over runs", "", "points", (7, 3.6))
-    for j, (key, name) in enumerate(((keys[0], "math, 1 token a step"), (keys[1], "math, 2 tokens a step"), (keys[2], "logic (not trained on)"))):
+    for j, name in enumerate(("math, 1 token a step", "math, 2 tokens a step", "logic (not trained on)")):   # as keys
         for i, label in enumerate([*METHODS, "ce-only"]):
-            v = list(gains(label, key).values())
+            v = list(gains(label, keys[j]).values())
             if v:
-                ax.bar(i + (j - 1) * 0.26, np.mean(v), 0.24, yerr=np.std(v, ddof=1) if len(v) > 1 else 0, color=f"C{j}", capsize=2,
-                       label=name if i == 0 else None)
+                ax.bar(i + (j - 1) * 0.26, np.mean(v), 0.24, yerr=np.std(v, ddof=1) if len(v) > 1 else 0,
+                       color=f"C{j}", capsize=2, label=name if i == 0 else None)
     ax.set_xticks(range(len(METHODS) + 1), [m[0] for m in METHODS.values()] + ["TABOM, CE only"])
     ax.axhline(0, color="black", linewidth=0.8)
     ax.legend(frameon=False)
@@ -391,7 +418,7 @@ def best_of(folder: Path, key: str) -> str:
 # ---------------------------------------------------------------- the command
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Flags(__doc__)
     p.add_argument("--model", help="model folder or hub name")
     p.add_argument("--adapter", nargs="*", default=[], help="adapter folders, NAME=DIR or DIR")
     p.add_argument("--no-base", action="store_true", help="do not measure the model without adapter")
@@ -401,15 +428,18 @@ def main():
     p.add_argument("--order", help="held-out trajectories for order agreement")
     p.add_argument("--window", type=int, default=32, help="W of order agreement")
     p.add_argument("--ce", nargs=2, metavar=("GT", "SD"), help="two files for CE against mask ratio, base only")
-    p.add_argument("--keep", action="store_true", help="keep the decoded records beside the results (they are trajectories)")
+    p.add_argument("--keep", action="store_true",
+                   help="keep the decoded records beside the results (they are trajectories)")
     p.add_argument("--pictures", action="store_true", help="draw what was measured")
     p.add_argument("--curves", nargs="+", help="draw training curves off these log.jsonl files")
     p.add_argument("--report", help="write report.md and gains.png of a study folder")
-    p.add_argument("--tune", help="print the best learning rate of each method in a study folder, by validation accuracy")
+    p.add_argument("--tune",
+                   help="print the best learning rate of each method in a study folder, by validation accuracy")
     p.add_argument("--tasks", help="lm-evaluation-harness tasks, comma-separated")
     p.add_argument("--task-path", help="folder with harness tasks of your own")
     p.add_argument("--num-fewshot", type=int, default=0)
-    p.add_argument("--confirm-run-unsafe-code", action="store_true", help="the harness may run model-written code (code tasks)")
+    p.add_argument("--confirm-run-unsafe-code", action="store_true",
+                   help="the harness may run model-written code (code tasks)")
     p.add_argument("--out", default="results", help="folder for JSON and pictures")
     add_flags(p)
     a = p.parse_args()
@@ -430,7 +460,8 @@ def main():
     rank, world, device, dtype = place_of_work()
     settings = {k: v for k, v in vars(a).items() if k not in ("adapter", "out", "pictures", "curves")}
     about = dict(settings=settings, commit=commit(), torch=torch.__version__, python=platform.python_version(),
-                 device=torch.cuda.get_device_name() if "cuda" in device else f"CPU {platform.machine()}, {torch.get_num_threads()} threads")
+                 device=torch.cuda.get_device_name() if "cuda" in device
+                 else f"CPU {platform.machine()}, {torch.get_num_threads()} threads")
     results = {n: json.loads((out / f"{n}.json").read_text()) for n in adapters if (out / f"{n}.json").exists()}
     odd = [n for n, r in results.items() if r["settings"] != settings]
     if odd:
@@ -468,7 +499,8 @@ def main():
                 r["accuracy"][f"{domain}/{k}"] = dict(right=right, n=n, share=right / n, interval=interval(right, n))
                 print(f"{name:>16} {domain} {k} a step: {100 * right / n:.1f} % of {n}", flush=True)
                 if a.keep:
-                    write_whole(out / f"{name}-{domain}-{k}.jsonl", "".join(json.dumps(x) + "\n" for x in records).encode())
+                    write_whole(out / f"{name}-{domain}-{k}.jsonl",
+                                "".join(json.dumps(x) + "\n" for x in records).encode())
                 if a.tds and domain == next(iter(prompts)) and k == a.parallel[0]:
                     r["tds_curve"] = tds(model, records[:a.tds], c, tok.end_ids, a.batch_size)
                     known = [v for v in r["tds_curve"] if v is not None]
@@ -488,11 +520,13 @@ def main():
         write_whole(out / f"{name}.json", json.dumps(r, indent=1).encode())
         results[name] = r
     if a.pictures:
-        curves = {n: (range(len(r["tds_curve"])), [np.nan if v is None else v for v in r["tds_curve"]]) for n, r in results.items() if r.get("tds_curve")}
+        curves = {n: (range(len(r["tds_curve"])), [np.nan if v is None else v for v in r["tds_curve"]])
+                  for n, r in results.items() if r.get("tds_curve")}
         if curves:
-            draw_lines(out / "tds.png", curves, "Trajectory discrimination score", "decoding step", "variance of entropy (nats²)")
-        if results.get("base", {}).get("ce"):
-            draw_lines(out / "ce.png", {k: ([float(x) for x in v], list(v.values())) for k, v in results["base"]["ce"].items()},
+            draw_lines(out / "tds.png", curves, "Trajectory discrimination score", "decoding step",
+                       "variance of entropy (nats²)")
+        if ce := results.get("base", {}).get("ce"):
+            draw_lines(out / "ce.png", {k: ([float(x) for x in v], list(v.values())) for k, v in ce.items()},
                        "Cross-entropy under the base model", "mask ratio", "CE (nats)")
 
 

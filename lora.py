@@ -4,7 +4,6 @@
 
 Adapter weights are fp32, whatever the base's type; products run in the activations' type, as autocast would.
 """
-import argparse
 import contextlib
 import json
 import os
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data import safely
-from model import find, put, read_json, shards, stop, tensors
+from model import Flags, find, put, read_json, shards, stop, tensors
 
 PREFIX = "base_model.model."            # what peft puts before the hub's module path
 
@@ -26,7 +25,7 @@ PREFIX = "base_model.model."            # what peft puts before the hub's module
 class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
         super().__init__()
-        self.base, self.scale, self.on = base, alpha / r, True
+        self.base, self.scale, self.on, self.merged = base, alpha / r, True, False
         A = torch.empty(r, base.in_features)                                     # on CPU: the same start on any device
         nn.init.kaiming_uniform_(A, a=5 ** 0.5, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))                     # (r, in)
@@ -79,10 +78,11 @@ def off(model: nn.Module):
 
 @torch.no_grad()
 def merge(model: nn.Module, sign: int = 1):
-    """W += (alpha / r) B A, and the adapter off; sign -1 takes it out again (exact to rounding)."""
+    """W += (alpha / r) B A, and the adapter off; sign -1 takes it out again (exact to rounding); twice is once."""
     for m in layers(model).values():
-        m.base.weight += sign * m.delta().to(m.base.weight.dtype)
-        m.on = sign < 0
+        if m.merged != (sign > 0):
+            m.base.weight += sign * m.delta().to(m.base.weight.dtype)
+            m.merged, m.on = sign > 0, sign < 0
 
 
 def unmerge(model: nn.Module):
@@ -140,7 +140,8 @@ def check_fit(folder, path: str, ab: dict, shape):
     want = (ab["B"].shape[0], ab["A"].shape[1])
     if shape is None or tuple(shape) != want:
         has = "has no such layer" if shape is None else f"has {shape[0]} x {shape[1]} there"
-        stop(f"{folder}: {path} ({want[0]} x {want[1]}) does not fit: the model {has}; use the model the adapter was trained on")
+        stop(f"{folder}: {path} ({want[0]} x {want[1]}) does not fit: the model {has}; "
+             f"use the model the adapter was trained on")
 
 
 def load(model: nn.Module, folder):
@@ -190,7 +191,7 @@ def merge_checkpoint(name: str, adapter: str, out: str):
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Flags(__doc__)
     p.add_argument("--model", required=True, help="model folder or hub name")
     p.add_argument("--adapter", required=True, help="adapter folder in peft's format")
     p.add_argument("--out", required=True, help="new folder for the merged checkpoint")

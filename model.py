@@ -6,6 +6,7 @@
 What differs between the families stands in FAMILIES and nowhere else. The modules sit at the hub's own paths, so that a
 checkpoint loads and an adapter saves without renaming. Letters: B batch, T length, C width, D head width, V vocabulary.
 """
+import argparse
 import functools
 import json
 import os
@@ -56,6 +57,15 @@ def stop(message: str):
     raise SystemExit(2)
 
 
+class Flags(argparse.ArgumentParser):
+    """argparse whose complaints are one line too."""
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):
+        stop(f"{message}; {self.prog} --help lists the flags")
+
+
 def put(root: nn.Module, path: str, child: nn.Module):
     """Hangs child at a dotted path below root, making what lies between."""
     *parents, name = path.split(".")
@@ -90,7 +100,8 @@ def rotate(x, cos, sin):
 class Block(nn.Module):
     def __init__(self, c, family: dict):
         super().__init__()
-        self.heads, self.kv_heads, self.rope_fp32, self.names = c.heads, c.kv_heads, family["rope_fp32"], family["block"]
+        self.heads, self.kv_heads = c.heads, c.kv_heads
+        self.rope_fp32, self.names = family["rope_fp32"], family["block"]
         D, bias = c.width // c.heads, family["qkv_bias"]
         for name, make in dict(
             attn_norm=RMSNorm(c.width, c.eps), mlp_norm=RMSNorm(c.width, c.eps),
@@ -128,7 +139,8 @@ class Model(nn.Module):
     def __init__(self, c, family: dict):
         super().__init__()
         self.config, self.family, self.grad_checkpoint = c, family, False
-        put(self, family["embed"], nn.Embedding(c.vocab, c.width))
+        # given its _weight: its own init is slow on meta
+        put(self, family["embed"], nn.Embedding(c.vocab, c.width, _weight=torch.empty(c.vocab, c.width)))
         put(self, family["blocks"], nn.ModuleList(Block(c, family) for _ in range(c.layers)))
         put(self, family["norm"], RMSNorm(c.width, c.eps))
         put(self, family["head"], nn.Linear(c.width, c.vocab, False))
@@ -146,7 +158,7 @@ class Model(nn.Module):
         freq = 1.0 / c.theta ** (torch.arange(0, D, 2, device=ids.device).float() / D)   # (D/2,)
         angle = pos[:, None, :, None].float() * freq.repeat(2)                           # (B, 1, T, D)
         cos, sin = angle.cos(), angle.sin()
-        mask = None if real is None or bool(real.all()) else real[:, None, None, :]      # keys only: queries stay finite
+        mask = None if real is None or bool(real.all()) else real[:, None, None, :]      # on keys: queries stay finite
         rows, cols = (torch.ones_like(ids, dtype=torch.bool) if at is None else at).nonzero(as_tuple=True)
         if self.family["shift"]:                         # token i is read off state i - 1, the first one off its own
             cols = (cols - 1).clamp(min=0) if start is None else torch.maximum(cols - 1, start[rows])
@@ -228,7 +240,8 @@ def shards(folder: Path) -> dict[str, Path]:
         except SafetensorError as e:
             stop(f"{single}: not a whole safetensors file ({e}); download it again")
     else:
-        stop(f"{folder}: no model.safetensors and no index; only safetensors are read, never .bin: convert or download it")
+        stop(f"{folder}: no model.safetensors and no index; "
+             f"only safetensors are read, never .bin: convert or download it")
     return where
 
 
@@ -244,7 +257,7 @@ def tensors(where: dict[str, Path], device="cpu"):
 
 
 def load(name: str, device="cpu", dtype=torch.float32) -> Model:
-    """The model with its weights, frozen, in eval mode. Needs the memory of the weights once: made on meta, then assigned."""
+    """The model with its weights, frozen, in eval mode. Needs their memory once: made on meta, then assigned."""
     c, family = read_config(name)
     where = shards(c.folder)
     with torch.device("meta"):
@@ -254,7 +267,8 @@ def load(name: str, device="cpu", dtype=torch.float32) -> Model:
     odd = [k for k in want if k not in where] or [k for k in where if k not in want]
     if odd:
         what = "lacks" if odd[0] in want else "has the unknown"
-        stop(f"{c.folder}: the checkpoint {what} tensor {odd[0]} ({len(odd)} in all); it is not the model its config.json describes")
+        stop(f"{c.folder}: the checkpoint {what} tensor {odd[0]} ({len(odd)} in all); "
+             f"it is not the model its config.json describes")
     for key, value in tensors(where, device):
         if value.shape != want[key].shape:
             stop(f"{where[key]}: {key} has shape {tuple(value.shape)}, config.json says {tuple(want[key].shape)}")
@@ -266,13 +280,15 @@ def load(name: str, device="cpu", dtype=torch.float32) -> Model:
 
 
 def load_tokenizer(name: str):
-    """The tokenizer by the class of FAMILIES, never by what the folder asks for; tok.end_ids are EOS and end of turn."""
+    """The tokenizer by the class in FAMILIES, never what the folder asks for; tok.end_ids are EOS and end of turn."""
     c, family = read_config(name)
     import transformers
     try:
-        tok = getattr(transformers, family["tokenizer"]).from_pretrained(c.folder, trust_remote_code=False, local_files_only=True)
+        kind = getattr(transformers, family["tokenizer"])
+        tok = kind.from_pretrained(c.folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:
-        stop(f"{c.folder}: its tokenizer does not load ({type(e).__name__}: {str(e).splitlines()[0]}); download it again")
+        stop(f"{c.folder}: its tokenizer does not load ({type(e).__name__}: {str(e).splitlines()[0]}); "
+             f"download it again")
     eot = tok.get_vocab().get(family["eot"])
     tok.end_ids = [c.eos_id] + ([eot] if eot is not None and eot != c.eos_id else [])
     return tok

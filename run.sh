@@ -74,10 +74,13 @@ open(f"{d}/gt-used.jsonl", "w").writelines(x for x in open(f"{d}/gt.jsonl") if j
 PY
 }
 
-measure() {                     # measure FOLDER LABEL@SEED...: accuracy, TDS, order; 40 s an adapter at 1,000 prompts
-    local d=$1; shift
-    "$PYTHON" eval.py --model "$d/model" --prompts "$d/test-math.jsonl" "$d/test-logic.jsonl" --parallel 1 2 --tds 64 --window 4 \
-        --order "$d/heldout.jsonl" --ce "$d/gt.jsonl" "$d/traj.jsonl" $TOY --out "$d/results" ${PICTURES:+--pictures} \
+measure() {                     # measure FOLDER full|light LABEL@SEED...: 50 s an adapter, 20 s light (in-domain accuracy only)
+    local d=$1 kind=$2 flags; shift 2
+    flags="--prompts $d/test-math.jsonl --no-base"
+    [ "$kind" = full ] && flags="--prompts $d/test-math.jsonl $d/test-logic.jsonl --tds 64 --window 4 --order $d/heldout.jsonl"
+    [ $# = 0 ] && flags="$flags --ce $d/gt.jsonl $d/traj.jsonl"
+    [ $# != 0 ] && [ "$kind" = full ] && flags="$flags --no-base"
+    "$PYTHON" eval.py --model "$d/model" $flags --parallel 1 2 $TOY --out "$d/results" ${PICTURES:+--pictures} \
         --adapter $(for x in "$@"; do echo "$x=$d/runs/$x/$(ls "$d/runs/$x" | grep '^epoch-' | sort -V | tail -n 1)"; done)
 }
 export -f base measure
@@ -91,7 +94,8 @@ toy() {
     say "2/4 five ways to post-train it, 200 steps each"
     for m in $labels; do echo "$m"; done | xargs -P "$JOBS" -I{} bash -c 'train {} "$0" 0 $(flags_of {} "$0") --lr 1e-3 && echo "{} trained" >&2' "$d"
     say "3/4 accuracy at 1 and 2 tokens a step, TDS, order"
-    measure "$d" $(for m in $labels; do echo "$m@0"; done)
+    measure "$d" full
+    measure "$d" full $(for m in $labels; do echo "$m@0"; done)
     "$PYTHON" eval.py --curves "$d"/runs/*/log.jsonl --out "$d/results"
     say "4/4 the report"
     "$PYTHON" eval.py --report "$OUT/toy"
@@ -101,24 +105,29 @@ toy() {
 paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     local s=$OUT/paper-toy n=0
     export OMP_NUM_THREADS=1 TEST_PROMPTS=1000 PICTURES=
-    say "bases (4 min each)"
+    say "bases (6 min each)"
     for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -c "base {} $s/base{}"
     say "learning rates: one grid for every method, on validation prompts of the first two bases, a seed of its own"
     for b in $(echo $BASES | cut -d' ' -f1-2); do for m in sft-gt sft-sd dinfer t3d tabom; do for lr in 3e-4 1e-3 3e-3; do
         echo "$s/base$b $m $lr"; done; done; done |
         xargs -P "$JOBS" -L1 bash -c 'train $1_$2 $0 100 $(flags_of $1 $0) --lr $2 && "$PYTHON" eval.py --no-base --model $0/model \
-            --prompts $0/val-math.jsonl $TOY --out $0/tune --adapter $1_$2@100=$0/runs/$1_$2@100/epoch-$(ls $0/runs/$1_$2@100 | grep -c ^epoch)'
+            --prompts $0/val-math.jsonl --limit 256 $TOY --out $0/tune --adapter $1_$2@100=$0/runs/$1_$2@100/epoch-$(ls $0/runs/$1_$2@100 | grep -c ^epoch)'
     "$PYTHON" eval.py --tune "$s" | tee "$s/tuned.txt"
     say "main and component tables: $SEEDS seeds on each base; sensitivity: one"
     for b in $BASES; do for i in $(seq 1 "$SEEDS"); do
-        for m in sft-gt sft-sd dinfer t3d tabom ce-only global global-ce; do echo "$s/base$b $m $n"; done
+        for m in sft-gt sft-sd dinfer t3d tabom ce-only global global-ce; do echo "$s/base$b $m $n full"; done
         [ "$i" = 1 ] && for m in lam1-gamma0.1 lam1-gamma0.3 lam2-gamma0.1 lam2-gamma0.2 lam2-gamma0.3 window2 window6 window8 drop exact; do
-            echo "$s/base$b $m $n"; done
+            echo "$s/base$b $m $n light"; done
         n=$((n + 1)); done; done > "$s/jobs"
     tuned="$s/tuned.txt" xargs -P "$JOBS" -L1 bash -c 'm=$1; case $m in sft-*|dinfer|t3d) ;; *) m=tabom ;; esac
         train $1 $0 $2 $(flags_of $1 $0) --lr $(awk -v m=$m "\$1 == m {print \$2}" $tuned)' < "$s/jobs"
-    say "measuring: one process a base"
-    for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -c "measure $s/base{} \$(awk '\$1 == \"$s/base{}\" {print \$2 \"@\" \$3}' $s/jobs)"
+    say "measuring: four adapters a process"
+    for b in $BASES; do
+        echo "$s/base$b full"
+        for kind in full light; do
+            awk -v d="$s/base$b" -v k=$kind '$1 == d && ($4 == k) {print $2 "@" $3}' "$s/jobs" | xargs -n 4 echo "$s/base$b $kind"
+        done
+    done | xargs -P "$JOBS" -L1 bash -c 'measure "$@"' measure
     "$PYTHON" eval.py --report "$s"
 }
 

@@ -7,7 +7,6 @@
 to be surer of tokens decoded earlier than of tokens decoded later (pairwise hinge on entropies). Departures from the
 paper, with reasons: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, W window, n scored positions.
 """
-import argparse
 import datetime
 import json
 import math
@@ -31,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import lora
 from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
 from decode import place_of_work
-from model import load, load_tokenizer, read_config, stop
-
+from model import Flags, load, load_tokenizer, read_config, stop
 
 # ---------------------------------------------------------------- the objective
 
@@ -59,8 +57,8 @@ def tabom_loss(logits, x0, slot, valid, lam, gamma, h_slot=None):
     """Eq. 9 for each sample: logits (n, V); x0 (n,); slot (B, W): row of logits of the window's w-th token in decoding
     order; valid (B, W): False where the window is short. h_slot: other rows to read entropies from (--rank-context exact)."""
     ce, h = TokenStats.apply(logits, x0)                                         # (n,)
-    ce    = (ce[slot] * valid).sum(1) / valid.sum(1)                             # (B,)       Eq. 9, first term: 1/W sum -log p
-    h     = h[slot if h_slot is None else h_slot]                                # (B, W)     h(r): predictive entropy
+    ce    = ce[slot].where(valid, 0).sum(1) / valid.sum(1)                       # (B,)       Eq. 9, first term: 1/W sum -log p
+    h     = h[slot if h_slot is None else h_slot].where(valid, 0)                # (B, W)     h(r): predictive entropy
     gap   = h[:, :, None] - h[:, None, :] + gamma                                # (B, W, W)  gap[b, r, s] of Eq. 8
     pair  = (valid[:, :, None] & valid[:, None, :]).triu(1)                      # (B, W, W)  r decoded before s
     pairs = pair.sum((1, 2))                                                     # (B,)       W (W - 1) / 2
@@ -76,9 +74,9 @@ def t3d_loss(logits, ref_logits, x0, slot, valid, a=0.5, b=0.1, c=0.2):
     ref, _ = TokenStats.apply(ref_logits, x0)                                    # (n,)
     ce1, ref1 = TokenStats.apply(logits, x1)[0], TokenStats.apply(ref_logits, x1)[0]
     K = valid.sum(1)                                                             # (B,)  masked tokens of each sample
-    mean = lambda v: (v[slot] * valid).sum(1) / K                                # noqa: E731  (n,) -> (B,)
+    mean = lambda v: v[slot].where(valid, 0).sum(1) / K                          # noqa: E731  (n,) -> (B,)
     good, bad = mean(ref - ce), mean(ref1 - ce1)                                 # (B,)  l(x) - l_ref(x)
-    level = (ce[slot] * valid).cumsum(1) / torch.arange(1, slot.shape[1] + 1, device=slot.device)   # (B, K)  mean CE of the first s
+    level = ce[slot].where(valid, 0).cumsum(1) / torch.arange(1, slot.shape[1] + 1, device=slot.device)   # (B, K)  mean CE of the first s
     path = (level * valid).sum(1) / K                                            # (B,)  mean over levels s
     return -F.logsigmoid(b * good) - a * F.logsigmoid(-b * bad) + c * path, mean(ce)
 
@@ -221,7 +219,7 @@ def write_folder(path: Path, write):
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Flags(__doc__)
     g = p.add_argument_group("data and model")
     g.add_argument("--data", required=True, help="trajectories of decode.py; for --method sft also prompts with responses")
     g.add_argument("--model", help="folder or hub name (default: the one named in the trajectories)")
@@ -259,7 +257,7 @@ def flags():
     g.add_argument("--timeout", type=float, default=30, help="minutes after which a rank that hangs ends the job (default 30)")
     a = p.parse_args()
     for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1, max_steps=0, batch_size=1,
-                          grad_accum=1, save_every=1, log_every=1, timeout=0, length=2, weight_decay=0).items():
+                          grad_accum=1, save_every=1, log_every=1, timeout=0, length=2, weight_decay=0, seed=0).items():
         if not getattr(a, flag) >= low or getattr(a, flag) == math.inf:
             stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}")
     if a.method == "tabom" and a.window == 1 and a.lam > 0:
@@ -273,27 +271,30 @@ def main():
     dtype = dict(bf16=torch.bfloat16, fp32=torch.float32).get(a.dtype, dtype)
     a.resume = a.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0      # torchrun restarted us: go on
     out, log = Path(a.out), Path(a.out) / "log.jsonl"
-    same = {k: v for k, v in vars(a).items() if k not in ("out", "resume", "save_every", "log_every", "timeout", "data", "model",
-                                                         "batch_size", "grad_accum")}
-    same |= dict(data=os.path.basename(a.data), global_batch=a.batch_size * a.grad_accum * world)
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
     points = sorted(p for p in out.glob("resume-*") if p.suffix != ".part")
-    if log.exists() and not a.resume:
+    if (points or log.exists()) and not a.resume:
         stop(f"--out {out}: holds a run already; --resume to go on with it, or give another --out")
-    state = json.loads((points[-1] / "state.json").read_text()) if points else None
-    if state and state["settings"] != same:
-        odd = next(k for k in {**same, **state["settings"]} if same.get(k) != state["settings"].get(k))
-        stop(f"{points[-1]}: is of a run with {odd} {state['settings'].get(odd)!r}, now it is {same.get(odd)!r}; "
-             f"use those settings, or another --out")
     first = next(read_records(a.data, need_order=a.method != "sft"))[1]                  # mistakes before weights
     name = a.model or first.get("model", {}).get("name") or stop(f"{a.data}: names no model; pass --model")
     c, _ = read_config(name)
     tok = load_tokenizer(name)
     records = read_data(a, c, tok, rank)
+    same = {k: v for k, v in vars(a).items() if k not in ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum")}
+    same |= dict(data=os.path.basename(a.data), records=len(records), model=os.path.basename(os.path.normpath(name)),
+                 global_batch=a.batch_size * a.grad_accum * world)
+    state = json.loads((points[-1] / "state.json").read_text()) if points else None
+    was = (state or (json.loads(log.read_text().partition("\n")[0]) if log.exists() else dict(settings=same)))["settings"]
+    for k in same:
+        if same[k] != was.get(k):
+            stop(f"--out {out}: is of a run with {k} {was.get(k)!r}, now it is {same[k]!r}; use those settings, or another --out")
 
-    if world > 1:
-        dist.init_process_group("nccl" if "cuda" in device else "gloo", timeout=datetime.timedelta(minutes=a.timeout))
+    if world > 1:                # torchrun's restarts share one key store: a prefix each, or a rank calls a dead one (pytorch issue 135712)
+        wait, attempt = datetime.timedelta(minutes=a.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = attempt if os.environ.get("LOCAL_WORLD_SIZE") == str(world) else "0"     # nodes count restarts each for itself
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+        dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world, timeout=wait)
     if "cuda" in device:
         torch.set_float32_matmul_precision("high")
     model = load(name, device, dtype)
@@ -320,7 +321,8 @@ def main():
 
     def save_point():
         if rank == 0 and not (out / f"resume-{step:07d}").exists():
-            moments = {f"{mv}.{k}": opt.state[p][key].cpu() for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq")) for k, p in zip(names, params, strict=True)}
+            moments = {f"{mv}.{k}": opt.state[p][key].cpu() for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+                       for k, p in zip(names, params, strict=True)}
             write_folder(out / f"resume-{step:07d}", lambda f: (
                 (f / "state.safetensors").write_bytes(to_bytes(lora.state(model) | moments)),
                 (f / "state.json").write_text(json.dumps(dict(step=step, settings=same)))))
@@ -332,7 +334,7 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
         old = log.read_text().splitlines()[1:] if log.exists() else []
         old = [x for x in old if x.endswith("}") and json.loads(x)["step"] <= step]
-        head = dict(args=vars(a), model=name, records=len(records), steps=total, world=world, commit=commit(), torch=torch.__version__,
+        head = dict(args=vars(a), settings=same, model=name, records=len(records), steps=total, world=world, commit=commit(), torch=torch.__version__,
                     python=platform.python_version(), device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
         write_whole(log, "".join(x + "\n" for x in [json.dumps(head), *old]).encode())
         print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; {total} steps of {size}", flush=True)
@@ -398,7 +400,8 @@ def main():
 
 def commit() -> str:
     try:
-        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "none"
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() or "none"
     except OSError:
         return "none"
 

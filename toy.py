@@ -11,7 +11,7 @@ stops when the base first passes --target on validation prompts: the ability is 
 align. Every prompt belongs to one split by a hash of its text, so that no two splits can share one.
 Killed or interrupted, the same command goes on from its last resume point, bit for bit.
 """
-import argparse
+import bisect
 import json
 import math
 import os
@@ -28,25 +28,26 @@ from safetensors.torch import save as to_bytes
 
 from data import Bar, judge, safely, write_whole
 from decode import decode, first_end
-from model import FAMILIES, Model, load_tokenizer, stop
+from model import FAMILIES, Flags, Model, load_tokenizer, stop
 
 CONFIG = dict(model_type="llada", d_model=96, n_layers=3, n_heads=4, n_kv_heads=4, mlp_hidden_size=256, rope_theta=10000.0,
               rms_norm_eps=1e-5, max_sequence_length=128, weight_tying=False, include_bias=False, include_qkv_bias=False,
               block_type="llama", layer_norm_type="rms")
-VOCAB = ["<|mask|>", "<|endoftext|>", "####", "+1", "+3", "+7", "*3", "~", "=", *"0123456789", *"rsit"]
+OPS = ["+1", "+2", "+3", "+4", "+5", "+6", "+7", "+8", "+9", "*3", "*7", "*9", "~"]
+VOCAB = ["<|mask|>", "<|endoftext|>", "####", *OPS, "=", *"0123456789", *"rsit"]
+CHECK = 20                              # steps between looks at the validation accuracy
 PROMPT = 9                              # prompt tokens, filled up with "=": every step has its place
 LENGTH = 26                             # response tokens: seven steps of three, ####, the result, EOS
-MAPS = {"+1": lambda x: x + 1, "+3": lambda x: x + 3, "+7": lambda x: x + 7, "*3": lambda x: 3 * x, "~": lambda x: 9 - x}
 MOVES = {"r": lambda d: d[::-1], "s": sorted, "i": lambda d: [x % 9 + 1 for x in d], "t": lambda d: d[1:] + d[:1]}
 SPLITS = {"pretrain": range(0, 60), "train": range(60, 80), "val": range(80, 90), "test": range(90, 100)}
 
 
 def math_task(rng, flip: float):
     """(prompt, response, answer); each step is written result-first with probability flip."""
-    x, ops = int(rng.integers(10)), [list(MAPS)[i] for i in rng.integers(5, size=rng.integers(3, 8))]
+    x, ops = int(rng.integers(10)), [OPS[i] for i in rng.integers(len(OPS), size=rng.integers(3, 8))]
     prompt, steps = f"{x}{''.join(ops)}{'=' * (PROMPT - 1 - len(ops))}", []
     for op in ops:
-        x = MAPS[op](x) % 10
+        x = (9 - x if op == "~" else x + int(op[1]) if op[0] == "+" else x * int(op[1])) % 10
         steps.append(f"{x}={op}" if rng.random() < flip else f"{op}={x}")
     return prompt, f"{''.join(steps)}####{x}", str(x)
 
@@ -85,7 +86,7 @@ def write_tokenizer(folder: Path):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     t = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token="="))
-    t.pre_tokenizer = pre_tokenizers.Split(Regex(r"####|\+1|\+3|\+7|\*3|."), "isolated")
+    t.pre_tokenizer = pre_tokenizers.Split(Regex(r"####|\+\d|\*\d|."), "isolated")
     t.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<|endoftext|>", pad_token="<|endoftext|>", mask_token="<|mask|>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -94,18 +95,18 @@ def write_tokenizer(folder: Path):
 
 def encode(items: list[dict], tok):
     """(n, P + LENGTH) ids, prompts left-padded to P, responses filled with EOS; and the mask of real tokens."""
-    prompts = [tok(it["prompt"])["input_ids"] for it in items]
+    prompts, responses = (tok([it[key] for it in items])["input_ids"] for key in ("prompt", "response"))
     P = max(map(len, prompts))
     ids = np.full((len(items), P + LENGTH), tok.eos_token_id, np.int64)
     real = np.ones(ids.shape, bool)
-    for n, (it, p) in enumerate(zip(items, prompts, strict=True)):
-        r = tok(it["response"])["input_ids"]
+    for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         real[n, :P - len(p)] = False
         ids[n, P - len(p):P], ids[n, P:P + len(r)] = p, r
     return torch.from_numpy(ids), torch.from_numpy(real), P
 
 
 def accuracy(model, items: list[dict], tok, length: int = LENGTH) -> float:
+    """Share of prompts answered right, one token a step."""
     s = SimpleNamespace(length=length, steps=length, block=length, tokens_per_step=1, threshold=None, schedule="even", score="confidence",
                         temperature=0, top_p=1, top_k=0, suppress_eos=False, clean=True, seed=0, model="toy",
                         mask_id=tok.mask_token_id, end_ids=[tok.eos_token_id])
@@ -117,11 +118,11 @@ def accuracy(model, items: list[dict], tok, length: int = LENGTH) -> float:
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Flags(__doc__)
     p.add_argument("--out", default="out/toy", help="folder for the model and the prompts")
     p.add_argument("--seed", type=int, default=0, help="of the weights, the data and their order")
     p.add_argument("--target", type=float, default=0.40, help="stop at this validation accuracy in math")
-    p.add_argument("--max-steps", type=int, default=2000, help="the cosine's length, and the end if the target is never met")
+    p.add_argument("--max-steps", type=int, default=3000, help="the cosine's length, and the end if the target is never met")
     p.add_argument("--batch-size", type=int, default=96)
     p.add_argument("--lr", type=float, default=1.5e-3)
     p.add_argument("--save-every", type=int, default=100, help="steps between resume points")
@@ -152,7 +153,7 @@ def train(a, out: Path, settings: dict):
 
     files = {"train": draw("math", "train", 3000, a.seed, 0), "gt": draw("math", "train", 3000, a.seed, 1)}
     files |= {f"{split}-{d}": draw(d, split, n, a.seed, 0) for d in TASKS for split, n in (("val", 500), ("test", a.test_prompts))}
-    corpus = draw("math", "pretrain", 30000, a.seed, 0.25) + draw("logic", "pretrain", 70000, a.seed, 0)
+    corpus = draw("math", "pretrain", 50000, a.seed, 0.25) + draw("logic", "pretrain", 50000, a.seed, 0)
     splits = [{it["prompt"] for it in group} for group in (
         corpus, files["train"], files["val-math"] + files["val-logic"], files["test-math"] + files["test-logic"])]
     for i, one in enumerate(splits):
@@ -170,18 +171,17 @@ def train(a, out: Path, settings: dict):
         if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):       # large embeddings: the task forms three times sooner
             torch.nn.init.normal_(m.weight, std=1.0 if isinstance(m, torch.nn.Embedding) else 0.06)
     opt = torch.optim.AdamW(model.parameters(), lr=a.lr, weight_decay=0.01)
-    names, step, reached = dict(model.named_parameters()), 0, 0.0
+    names, step = dict(model.named_parameters()), 0
     resume = out / "resume.safetensors"                  # weights, moments and the step, replaced as one file
     if resume.exists():
         saved = load_file(resume)
-        step, reached = int(saved["step"]), float(saved["reached"])
+        step = int(saved["step"])
         model.load_state_dict({k: saved[k] for k in names})
         opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
             i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k]) for i, k in enumerate(names)}))
 
     ids, real, P = encode(corpus, tok)
-    val = files["val-math"][:64]
-    bar, start, first = Bar(a.max_steps, "toy", step), time.time(), step
+    bar, start, first, saved_at, reached, snaps = Bar(a.max_steps, "toy", step), time.time(), step, step, 0.0, []
     while step < a.max_steps and reached < a.target:
         rng = np.random.default_rng([a.seed, step])
         pick = torch.from_numpy(rng.integers(len(ids), size=a.batch_size))
@@ -198,13 +198,23 @@ def train(a, out: Path, settings: dict):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         step += 1
-        if step % 20 == 0 and step >= 400:
-            reached = accuracy(model.eval(), val, tok)
-            model.train()
-        if step % a.save_every == 0:
-            moments = {f"{mv}.{k}": opt.state[v][key] for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq")) for k, v in names.items()}
-            write_whole(resume, to_bytes({k: v.detach() for k, v in names.items()} | moments | {"step": torch.tensor(step), "reached": torch.tensor(reached)}))
+        snaps.append((step, {k: v.detach().clone() for k, v in names.items()}))
+        if step % CHECK == 0:
+            reached = accuracy(model, files["val-math"][:64], tok) if step >= 400 else 0.0
+            if reached < a.target:
+                snaps = []
+                if step - saved_at >= a.save_every:
+                    moments = {f"{mv}.{k}": opt.state[v][key] for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+                               for k, v in names.items()}
+                    write_whole(resume, to_bytes({k: v.detach() for k, v in names.items()} | moments | {"step": torch.tensor(step)}))
+                    saved_at = step
         bar(step, f"loss {loss.item():.3f} | math {reached:.1%} | {1000 * (time.time() - start) / (step - first):.0f} ms")
+    if reached >= a.target:                              # it forms within a few steps: find the first that passes
+        def score(snap):
+            model.load_state_dict(snap[1])
+            return accuracy(model, files["val-math"][:256], tok)
+        step, weights = snaps[min(bisect.bisect_left(snaps, a.target, key=score), len(snaps) - 1)]
+        model.load_state_dict(weights)
     model.eval()
     write_whole(out / "model" / "model.safetensors", to_bytes({k: v.detach() for k, v in names.items()}, metadata={"format": "pt"}))
     scores = {d: accuracy(model, files[f"val-{d}"], tok) for d in TASKS}
