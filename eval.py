@@ -218,7 +218,8 @@ def benchmarks(a, name: str, adapter: str | None) -> dict:
                                 task_manager=TaskManager(include_path=a.task_path, include_defaults=not a.task_path))
     except ValueError as e:                                      # unknown task, or code without consent
         stop(f"--tasks {a.tasks}: {str(e).splitlines()[0]}")
-    return {k: {m: v for m, v in r.items() if isinstance(v, (int, float))} for k, r in found["results"].items()}
+    every = found["results"].items() if found else ()            # the harness answers rank 0 only
+    return {k: {m: v for m, v in r.items() if isinstance(v, (int, float))} for k, r in every}
 
 
 # ---------------------------------------------------------------- pictures
@@ -392,6 +393,20 @@ def report(study: Path):
          ", ".join(f"{'lam1-gamma0.2' if k == 'tabom' else k} {v:+.1f}" for k, v in moderate.items()))]
     text += [f"| {c} | {v} | {e} |" for c, v, e in rows]
     (study / "report.md").write_text("\n".join(text) + "\n")
+    def mean_curve(results):                                     # over runs, step by step
+        rows = [[np.nan if v is None else v for v in r["tds_curve"]] for r in results if r.get("tds_curve")]
+        n = min(map(len, rows), default=0)
+        return range(n), np.nanmean([row[:n] for row in rows], 0) if rows else []
+
+    curves = {"base": mean_curve(bases.values())}
+    curves |= {name: mean_curve(runs[k].values()) for k, (name, *_) in METHODS.items() if k in runs}
+    draw_lines(study / "tds.png", curves, "Trajectory discrimination score", "decoding step",
+               "variance of entropy (nats²)")
+    known = [r["ce"] for r in bases.values() if "ce" in r]
+    if known:
+        lines = {k: ([float(x) for x in known[0][k]], np.mean([list(r[k].values()) for r in known], 0))
+                 for k in known[0]}
+        draw_lines(study / "ce.png", lines, "Cross-entropy under the base model", "mask ratio", "CE (nats)")
     fig, ax = axes("Gain over the base (toy), mean and standard deviation over runs", "", "points", (7, 3.6))
     for j, name in enumerate(("math, 1 token a step", "math, 2 tokens a step", "logic (not trained on)")):   # as keys
         for i, label in enumerate([*METHODS, "ce-only"]):
@@ -486,6 +501,8 @@ def main():
             b.tokens_per_step, b.steps = k, 0
         ways[k] = make_settings(b, c, family, tok.end_ids)
     held = read_data(argparse.Namespace(**vars(plain), data=a.order), c, tok, 1) if a.order else None
+    if world > 1:
+        torch.distributed.init_process_group("gloo")             # each rank decodes its share and gets all the records
     model = load(a.model, device, dtype)
     for name, folder in adapters.items():
         if name in results:
@@ -494,32 +511,37 @@ def main():
         r = dict(about, name=name, adapter=folder, accuracy={})
         for domain, items in prompts.items():
             for k, (s, logged) in ways.items():
-                records = run(model, tok, c, items, s, logged, a, f"{name} {domain} k={k}")
+                records = run(model, tok, c, items, s, logged, a, f"{name} {domain} k={k}", rank, world)
                 n, right = len(records), sum(x["correct"] is True for x in records)
                 r["accuracy"][f"{domain}/{k}"] = dict(right=right, n=n, share=right / n, interval=interval(right, n))
-                print(f"{name:>16} {domain} {k} a step: {100 * right / n:.1f} % of {n}", flush=True)
-                if a.keep:
+                if rank == 0:
+                    print(f"{name:>16} {domain} {k} a step: {100 * right / n:.1f} % of {n}", flush=True)
+                if a.keep and rank == 0:
                     write_whole(out / f"{name}-{domain}-{k}.jsonl",
                                 "".join(json.dumps(x) + "\n" for x in records).encode())
                 if a.tds and domain == next(iter(prompts)) and k == a.parallel[0]:
                     r["tds_curve"] = tds(model, records[:a.tds], c, tok.end_ids, a.batch_size)
                     known = [v for v in r["tds_curve"] if v is not None]
                     r["tds"] = float(np.mean(known)) if known else None
-                    if a.pictures:
+                    if a.pictures and rank == 0:
                         draw_map(out / f"map-{name}.png", model, records[0], tok, c, a.batch_size)
         if held:
             r["in_order"] = order_agreement(model, held, c, a.window, a.batch_size)
         if a.ce and name == "base":
             two = [[x for _, x in read_records(f, need_order=False)] for f in a.ce]
             common = {str(x["id"]) for x in two[0]} & {str(x["id"]) for x in two[1] if x.get("correct") is not False}
+            if not common:
+                stop(f"--ce {a.ce[0]} {a.ce[1]}: share no id whose own answer is not judged wrong; "
+                     f"give two files of the same prompts")
             sft = argparse.Namespace(**dict(vars(plain), method="sft"))
             r["ce"] = {}
             for label, f in zip(("ground truth", "self-distilled"), a.ce, strict=True):
                 got = [x for x in read_data(argparse.Namespace(**vars(sft), data=f), c, tok, 1) if str(x.id) in common]
                 r["ce"][label] = ce_by_ratio(model, got, c, tok.end_ids, a.batch_size)
-        write_whole(out / f"{name}.json", json.dumps(r, indent=1).encode())
+        if rank == 0:
+            write_whole(out / f"{name}.json", json.dumps(r, indent=1).encode())
         results[name] = r
-    if a.pictures:
+    if a.pictures and rank == 0:
         curves = {n: (range(len(r["tds_curve"])), [np.nan if v is None else v for v in r["tds_curve"]])
                   for n, r in results.items() if r.get("tds_curve")}
         if curves:

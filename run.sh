@@ -115,7 +115,8 @@ paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     "$PYTHON" eval.py --tune "$s" | tee "$s/tuned.txt"
     say "main and component tables: $SEEDS seeds on each base; sensitivity: one"
     for b in $BASES; do for i in $(seq 1 "$SEEDS"); do
-        for m in sft-gt sft-sd dinfer t3d tabom ce-only global global-ce; do echo "$s/base$b $m $n full"; done
+        for m in sft-gt sft-sd dinfer t3d tabom ce-only; do echo "$s/base$b $m $n full"; done
+        for m in global global-ce; do echo "$s/base$b $m $n light"; done
         [ "$i" = 1 ] && for m in lam1-gamma0.1 lam1-gamma0.3 lam2-gamma0.1 lam2-gamma0.2 lam2-gamma0.3 window2 window6 window8 drop exact; do
             echo "$s/base$b $m $n light"; done
         n=$((n + 1)); done; done > "$s/jobs"
