@@ -218,7 +218,7 @@ def make_record(row, it: dict, tok, s, head: dict) -> dict:
     end = first_end(row.canvas, row.order, s.end_ids)
     shown = row.canvas[:end] if end is not None else row.canvas[row.order >= 0]
     text = tok.decode(shown.tolist(), skip_special_tokens=True)
-    logged = [[None if step < 0 else float(f"{v:.7g}") for v, step in zip(values, row.order, strict=True)]
+    logged = [[None if step < 0 else float(f"{v:.6g}") for v, step in zip(values, row.order, strict=True)]
               for values in (row.entropy, row.confidence)]
     return dict(id=it["id"], prompt=it["prompt"], response=text, response_token_ids=row.canvas.tolist(),
                 decoding_order=row.order.tolist(), method=s.score, prompt_token_ids=list(row.ids), entropy=logged[0],

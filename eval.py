@@ -472,6 +472,7 @@ def main():
     for x in a.adapter:
         name, _, folder = x.rpartition("=")
         adapters[name or Path(folder).parent.name] = folder
+        lora.read(folder)                                        # a wrong one is told before anything is measured
     rank, world, device, dtype = place_of_work()
     settings = {k: v for k, v in vars(a).items() if k not in ("adapter", "out", "pictures", "curves")}
     about = dict(settings=settings, commit=commit(), torch=torch.__version__, python=platform.python_version(),
@@ -493,7 +494,7 @@ def main():
     c, family = read_config(a.model)
     tok = load_tokenizer(a.model)
     prompts = {Path(f).stem: read_prompts(f, a.limit) for f in a.prompts}
-    plain = argparse.Namespace(all=True, method="tabom", tail="keep", length=a.length)
+    plain = argparse.Namespace(all=True, method="tabom", tail="keep", length=a.length, limit=0)
     ways = {}
     for k in a.parallel:
         b = argparse.Namespace(**vars(a))

@@ -92,7 +92,7 @@ toy() {
     say "1/4 a base model from nothing, and its own answers to 3,000 prompts"
     base 0 "$d"
     say "2/4 five ways to post-train it, 200 steps each"
-    for m in $labels; do echo "$m"; done | xargs -P "$JOBS" -I{} bash -c 'train {} "$0" 0 $(flags_of {} "$0") --lr 1e-3 && echo "{} trained" >&2' "$d"
+    for m in $labels; do echo "$m"; done | xargs -P "$JOBS" -I{} bash -ec 'train {} "$0" 0 $(flags_of {} "$0") --lr 1e-3 && echo "{} trained" >&2' "$d"
     say "3/4 accuracy at 1 and 2 tokens a step, TDS, order"
     measure "$d" full
     measure "$d" full $(for m in $labels; do echo "$m@0"; done)
@@ -106,11 +106,11 @@ paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     local s=$OUT/paper-toy n=0
     export OMP_NUM_THREADS=1 TEST_PROMPTS=1000 PICTURES=
     say "bases (6 min each)"
-    for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -c "base {} $s/base{}"
+    for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -ec "base {} $s/base{}"
     say "learning rates: one grid for every method, on validation prompts of the first two bases, a seed of its own"
     for b in $(echo $BASES | cut -d' ' -f1-2); do for m in sft-gt sft-sd dinfer t3d tabom; do for lr in 3e-4 1e-3 3e-3; do
         echo "$s/base$b $m $lr"; done; done; done |
-        xargs -P "$JOBS" -L1 bash -c 'train $1_$2 $0 100 $(flags_of $1 $0) --lr $2 && "$PYTHON" eval.py --no-base --model $0/model \
+        xargs -P "$JOBS" -L1 bash -ec 'train $1_$2 $0 100 $(flags_of $1 $0) --lr $2 && "$PYTHON" eval.py --no-base --model $0/model \
             --prompts $0/val-math.jsonl --limit 256 $TOY --out $0/tune --adapter $1_$2@100=$0/runs/$1_$2@100/epoch-$(ls $0/runs/$1_$2@100 | grep -c ^epoch)'
     "$PYTHON" eval.py --tune "$s" | tee "$s/tuned.txt"
     say "main and component tables: $SEEDS seeds on each base; sensitivity: one"
@@ -120,7 +120,7 @@ paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
         [ "$i" = 1 ] && for m in lam1-gamma0.1 lam1-gamma0.3 lam2-gamma0.1 lam2-gamma0.2 lam2-gamma0.3 window2 window6 window8 drop exact; do
             echo "$s/base$b $m $n light"; done
         n=$((n + 1)); done; done > "$s/jobs"
-    tuned="$s/tuned.txt" xargs -P "$JOBS" -L1 bash -c 'm=$1; case $m in sft-*|dinfer|t3d) ;; *) m=tabom ;; esac
+    tuned="$s/tuned.txt" xargs -P "$JOBS" -L1 bash -ec 'm=$1; case $m in sft-*|dinfer|t3d) ;; *) m=tabom ;; esac
         train $1 $0 $2 $(flags_of $1 $0) --lr $(awk -v m=$m "\$1 == m {print \$2}" $tuned)' < "$s/jobs"
     say "measuring: four adapters a process"
     for b in $BASES; do
@@ -128,7 +128,7 @@ paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
         for kind in full light; do
             awk -v d="$s/base$b" -v k=$kind '$1 == d && ($4 == k) {print $2 "@" $3}' "$s/jobs" | xargs -n 4 echo "$s/base$b $kind"
         done
-    done | xargs -P "$JOBS" -L1 bash -c 'measure "$@"' measure
+    done | xargs -P "$JOBS" -L1 bash -ec 'measure "$@"' measure
     "$PYTHON" eval.py --report "$s"
 }
 
@@ -144,7 +144,7 @@ paper() {                       # paper dream|llada math|code: from the data set
     do_or_say mkdir -p "$d"
     do_or_say torchrun --nproc_per_node "$GPUS" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
     local common="--model $model --lr $lr --resume"
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$data" --max-records "$limit" --method sft --out "$d/sft-gt" $common
+    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$data" --limit "$limit" --method sft --out "$d/sft-gt" $common
     do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method sft --out "$d/sft-sd" $common
     do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method dinfer --out "$d/dinfer" $common
     do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method t3d --out "$d/t3d" $common

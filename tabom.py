@@ -5,7 +5,7 @@
 
 --data is what decode.py wrote. LoRA learns to predict the next W tokens of the model's own decoding trajectory (CE) and
 to be surer of tokens decoded earlier than of tokens decoded later (pairwise hinge on entropies). Departures from the
-paper, with reasons: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, W window, n scored positions.
+paper: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, W window, n positions scored.
 """
 import datetime
 import json
@@ -15,6 +15,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,13 +36,13 @@ from model import Flags, load, load_tokenizer, read_config, stop
 # ---------------------------------------------------------------- the objective
 
 class TokenStats(torch.autograd.Function):
-    """(n, V) logits, (n,) targets -> (n,) cross-entropy, (n,) entropy, off one log-sum-exp and with one (n, V) array kept.
+    """(n, V) logits, (n,) targets -> (n,) cross-entropy, (n,) entropy, off one log-sum-exp, with one (n, V) array kept.
     dce/dz = p - onehot;  dh/dz = -p (log p + h);  0 log 0 = 0, also where a logit is -inf."""
     @staticmethod
     def forward(ctx, logits, x0):
-        logp = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)   # (n, V)  fp32 at least
-        ce = -logp.gather(-1, x0[:, None])[:, 0]                                                # (n,)
-        h = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)                                       # (n,)    p = 0 counts 0
+        logp = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)    # (n, V)  >= fp32
+        ce = -logp.gather(-1, x0[:, None])[:, 0]                                                 # (n,)
+        h = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)                                        # (n,)  p = 0 counts 0
         ctx.save_for_backward(logp, x0, h)
         ctx.dtype = logits.dtype
         return ce, h
@@ -49,20 +50,21 @@ class TokenStats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_ce, g_h):
         logp, x0, h = ctx.saved_tensors
-        grad = (logp.clamp(min=-1e30) + h[:, None]).mul_(-g_h[:, None]).add_(g_ce[:, None]).mul_(logp.exp())    # (n, V)
+        grad = (logp.clamp(min=-1e30) + h[:, None]).mul_(-g_h[:, None]).add_(g_ce[:, None])      # (n, V)
+        grad.mul_(logp.exp())                                                                    # p (g_ce - g_h (...))
         return grad.scatter_add_(-1, x0[:, None], -g_ce[:, None]).to(ctx.dtype), None
 
 
 def tabom_loss(logits, x0, slot, valid, lam, gamma, h_slot=None):
     """Eq. 9 for each sample: logits (n, V); x0 (n,); slot (B, W): row of logits of the window's w-th token in decoding
-    order; valid (B, W): False where the window is short. h_slot: other rows to read entropies from (--rank-context exact)."""
+    order; valid (B, W): False where the window is short; h_slot: other rows for h (--rank-context exact)."""
     ce, h = TokenStats.apply(logits, x0)                                         # (n,)
-    ce    = ce[slot].where(valid, 0).sum(1) / valid.sum(1)                       # (B,)       Eq. 9, first term: 1/W sum -log p
+    ce    = ce[slot].where(valid, 0).sum(1) / valid.sum(1)                       # (B,)       Eq. 9, first term
     h     = h[slot if h_slot is None else h_slot].where(valid, 0)                # (B, W)     h(r): predictive entropy
     gap   = h[:, :, None] - h[:, None, :] + gamma                                # (B, W, W)  gap[b, r, s] of Eq. 8
     pair  = (valid[:, :, None] & valid[:, None, :]).triu(1)                      # (B, W, W)  r decoded before s
     pairs = pair.sum((1, 2))                                                     # (B,)       W (W - 1) / 2
-    rank  = (F.relu(gap) * pair).sum((1, 2)) / pairs.clamp(min=1)                # (B,)       Eq. 8: mean hinge over pairs
+    rank  = (F.relu(gap) * pair).sum((1, 2)) / pairs.clamp(min=1)                # (B,)       Eq. 8: mean hinge
     right = ((gap < gamma) & pair).sum((1, 2))                                   # (B,)       pairs already in order
     return ce + lam * rank, ce, rank, right, pairs                               # Eq. 9: ce + lambda rank
 
@@ -76,7 +78,8 @@ def t3d_loss(logits, ref_logits, x0, slot, valid, a=0.5, b=0.1, c=0.2):
     K = valid.sum(1)                                                             # (B,)  masked tokens of each sample
     mean = lambda v: v[slot].where(valid, 0).sum(1) / K                          # noqa: E731  (n,) -> (B,)
     good, bad = mean(ref - ce), mean(ref1 - ce1)                                 # (B,)  l(x) - l_ref(x)
-    level = ce[slot].where(valid, 0).cumsum(1) / torch.arange(1, slot.shape[1] + 1, device=slot.device)   # (B, K)  mean CE of the first s
+    count = torch.arange(1, slot.shape[1] + 1, device=slot.device)               # (K,)
+    level = ce[slot].where(valid, 0).cumsum(1) / count                           # (B, K)  mean CE of the first s
     path = (level * valid).sum(1) / K                                            # (B,)  mean over levels s
     return -F.logsigmoid(b * good) - a * F.logsigmoid(-b * bad) + c * path, mean(ce)
 
@@ -87,16 +90,16 @@ def view(r, method: str, window: int, rng):
     """One training view of a trajectory: (visible (N,) bool, targets in decoding order). Never a token of the future.
     r.order (N,), -1 = never decoded and always masked; r.rank: the positions that may be targets, in total order."""
     steps = r.order[r.rank]                                                      # ascending
-    if method == "sft":                                                          # Eq. 1: t ~ U(0, 1), each token masked with t
+    if method == "sft":                                                          # Eq. 1: t ~ U(0, 1), masked with t
         masked = rng.random(len(r.order)) < rng.random()
         if not masked[r.rank].any():
             masked[rng.choice(r.rank)] = True
         return ~masked & (r.order >= 0), r.rank[masked[r.rank]]
-    if method == "dinfer":                                                       # two times of the trajectory, i before j
+    if method == "dinfer":                                                       # two times, i before j
         i, j = sorted(rng.choice(np.append(np.unique(steps), steps[-1] + 1), 2, replace=False))
         return (r.order >= 0) & (r.order < i), r.rank[(steps >= i) & (steps < j)]
     need = 1 if method == "t3d" else min(2, len(steps)) if window == 0 else min(window, len(steps))
-    cut = rng.choice(np.unique(steps[:len(steps) - need + 1]))                   # step boundaries that leave enough tokens
+    cut = rng.choice(np.unique(steps[:len(steps) - need + 1]))                   # boundaries that leave enough tokens
     left = r.rank[steps >= cut]
     return (r.order >= 0) & (r.order < cut), left[:window] if method == "tabom" and window else left
 
@@ -104,8 +107,9 @@ def view(r, method: str, window: int, rng):
 def collate(rows: list[tuple], mask_id: int, device):
     """rows: (prompt ids, response ids, visible, targets) -> ids, real, at (B, T); x0 (n,); slot, valid (B, W)."""
     T, W = max(len(p) + len(x) for p, x, _, _ in rows), max(len(t) for *_, t in rows)
-    ids, real, at = np.zeros((len(rows), T), np.int64), np.zeros((len(rows), T), bool), np.zeros((len(rows), T), bool)
-    slot, valid, n, truth = np.zeros((len(rows), W), np.int64), np.zeros((len(rows), W), bool), 0, []
+    B, n, truth = len(rows), 0, []
+    ids, real, at = np.zeros((B, T), np.int64), np.zeros((B, T), bool), np.zeros((B, T), bool)
+    slot, valid = np.zeros((B, W), np.int64), np.zeros((B, W), bool)
     for b, (prompt, x, visible, targets) in enumerate(rows):
         start = T - len(x)
         real[b, start - len(prompt):], at[b, start + targets] = True, True
@@ -121,13 +125,14 @@ def exact_rows(r, visible, targets):
     """The definition of h(r): one state for each step of the window, as it was just before that step was decoded.
     Row 0 is U_t and is asked for the whole window (CE); every row for the tokens of its own step (h)."""
     steps = np.unique(r.order[targets])
-    rows = [(r.prompt, r.ids, (r.order >= 0) & (r.order < u), targets if u == steps[0] else targets[r.order[targets] == u]) for u in steps]
+    rows = [(r.prompt, r.ids, (r.order >= 0) & (r.order < u),
+             targets if u == steps[0] else targets[r.order[targets] == u]) for u in steps]
     place = {int(t): (k, w) for k, u in enumerate(steps) for w, t in enumerate(rows[k][3]) if r.order[t] == u}
     return rows, [place[int(t)] for t in targets]
 
 
 def batch_loss(model, batch: list, a, mask_id: int, device):
-    """Per-sample losses (B,) of (record, visible, targets) and what to log: ce, rank, pairs in order, pairs, tokens fed."""
+    """Losses (B,) of (record, visible, targets), and what to log: ce, rank, pairs in order, pairs, tokens fed."""
     zero = torch.zeros(len(batch), device=device)
     if a.method == "tabom" and a.rank_context == "exact" and a.lam > 0:
         (r, visible, targets), = batch
@@ -135,12 +140,12 @@ def batch_loss(model, batch: list, a, mask_id: int, device):
         ids, real, at, x0, slot, _ = collate(rows, mask_id, device)              # ids (S, T): S <= W states
         run = lambda *x: model(*x)                                               # noqa: E731
         parts = [(checkpoint(run, *x, use_reentrant=False) if a.exact_chunk < len(ids) else run(*x))
-                 for x in zip(ids.split(a.exact_chunk), real.split(a.exact_chunk), at.split(a.exact_chunk), strict=True)]
+                 for x in zip(*(t.split(a.exact_chunk) for t in (ids, real, at)), strict=True)]
         h_slot = torch.stack([slot[k, w] for k, w in place])[None]               # (1, W)
         W = torch.ones(1, len(targets), dtype=torch.bool, device=device)
         return *tabom_loss(torch.cat(parts), x0, slot[:1, :len(targets)], W, a.lam, a.gamma, h_slot), real.sum()
     ids, real, at, x0, slot, valid = collate([(r.prompt, r.ids, v, t) for r, v, t in batch], mask_id, device)
-    logits = model(ids, real, at)                                                # (n, V): the head sees the targets alone
+    logits = model(ids, real, at)                                                # (n, V): the head sees targets alone
     if a.method == "t3d":
         with torch.no_grad(), lora.off(model):
             ref = model(ids, real, at)                                           # (n, V)
@@ -172,14 +177,17 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 def read_data(a, c, tok, rank: int) -> list:
     """Records ready to train on; says how many were left out, and why."""
     kept, out = [], {}
-    for place, r in read_records(a.data, need_order=a.method != "sft"):
+    for number, (place, r) in enumerate(read_records(a.data, need_order=a.method != "sft")):
+        if a.limit and number >= a.limit:
+            break
         if r.get("model") and (r["model"]["mask_id"], r["model"]["vocab_size"]) != (c.mask_id, c.vocab):
-            stop(f"{place}: decoded by {r['model']['name']} (mask {r['model']['mask_id']}, vocabulary {r['model']['vocab_size']}), but {c.name} "
+            m = r["model"]
+            stop(f"{place}: decoded by {m['name']} (mask {m['mask_id']}, vocabulary {m['vocab_size']}), but {c.name} "
                  f"has mask {c.mask_id}, vocabulary {c.vocab}; pass the --model of the trajectories")
         prompt = r.get("prompt_token_ids") or prompt_ids(tok, r)
         if "response_token_ids" in r:
             ids, order = np.array(r["response_token_ids"]), np.array(r["decoding_order"])
-        else:                                                                    # ground truth: answer, end of turn, EOS to the canvas
+        else:                                            # ground truth: answer, end of turn, EOS to the canvas
             ids = tok(r["response"], add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
             if len(ids) > a.length and not a.all:
                 out["longer than --length"] = out.get("longer than --length", 0) + 1
@@ -187,13 +195,14 @@ def read_data(a, c, tok, rank: int) -> list:
             ids = np.array(ids + [c.eos_id] * (a.length - len(ids)))
             order = np.zeros(len(ids), np.int64)
         if max(ids.max(), max(prompt)) >= c.vocab or len(prompt) + len(ids) > c.positions:
-            stop(f"{place}: a token id beyond the vocabulary of {c.vocab}, or {len(prompt) + len(ids)} tokens for {c.positions} positions; "
-                 f"pass the --model of the trajectories")
+            stop(f"{place}: a token id beyond the vocabulary of {c.vocab}, or {len(prompt) + len(ids)} tokens for "
+                 f"{c.positions} positions; pass the --model of the trajectories")
         end, rank_ = first_end(ids, order, tok.end_ids), total_order(order, r.get("entropy"))
         if a.tail == "drop" and end is not None:
-            rank_ = rank_[rank_ <= end]                                          # paper silent on the tail; README "Departures"
-        why = ("unfinished" if end is None else "judged wrong" if r.get("correct") is False else None) if not a.all else None
-        why = why or ("shorter than 2 tokens" if len(rank_) < 2 else None)
+            rank_ = rank_[rank_ <= end]                  # paper silent on the tail; README "Departures"
+        why = "shorter than 2 tokens" if len(rank_) < 2 else None
+        if not a.all:
+            why = "unfinished" if end is None else "judged wrong" if r.get("correct") is False else why
         if why:
             out[why] = out.get(why, 0) + 1
         else:
@@ -221,7 +230,8 @@ def write_folder(path: Path, write):
 def flags():
     p = Flags(__doc__)
     g = p.add_argument_group("data and model")
-    g.add_argument("--data", required=True, help="trajectories of decode.py; for --method sft also prompts with responses")
+    g.add_argument("--data", required=True, help="trajectories of decode.py; for sft also prompts with responses")
+    g.add_argument("--limit", type=int, default=0, help="only the first records of --data")
     g.add_argument("--model", help="folder or hub name (default: the one named in the trajectories)")
     g.add_argument("--out", default="out/tabom", help="adapters, resume point and log.jsonl (default out/tabom)")
     g.add_argument("--all", action="store_true", help="keep unfinished and wrong records too")
@@ -231,8 +241,9 @@ def flags():
     g.add_argument("--window", type=int, default=32, help="W tokens; 0 = global, all still masked (default 32)")
     g.add_argument("--lam", type=float, default=1.0, help="weight of the ranking term; 0 = CE only (default 1)")
     g.add_argument("--gamma", type=float, default=0.2, help="margin of the hinge, nats (default 0.2)")
-    g.add_argument("--rank-context", choices=["start", "exact"], default="start", help="entropies at U_t, or just before each token")
-    g.add_argument("--exact-chunk", type=int, default=64, help="states a forward of exact; below W it recomputes, to save memory")
+    g.add_argument("--rank-context", choices=["start", "exact"], default="start",
+                   help="entropies at U_t, or just before each token")
+    g.add_argument("--exact-chunk", type=int, default=64, help="states a forward of exact; below W it recomputes")
     g.add_argument("--tail", choices=["keep", "drop"], default="keep", help="tokens after the first EOS as targets")
     g = p.add_argument_group("LoRA and optimiser")
     g.add_argument("--rank", type=int, default=16, help="LoRA r (default 16)")
@@ -249,15 +260,16 @@ def flags():
     g.add_argument("--seed", type=int, default=0, help="of adapters, order and windows")
     g = p.add_argument_group("machine")
     g.add_argument("--dtype", choices=["bf16", "fp32"], help="of the base (default: bf16 on CUDA, fp32 on CPU)")
-    g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block: less memory, about a third slower")
+    g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block: less memory, a third slower")
     g.add_argument("--compile", action="store_true", help="torch.compile the model")
     g.add_argument("--resume", action="store_true", help="go on from the last resume point in --out")
     g.add_argument("--save-every", type=int, default=100, help="steps between resume points (default 100)")
-    g.add_argument("--log-every", type=int, default=10, help="steps between printed lines; log.jsonl has every step")
-    g.add_argument("--timeout", type=float, default=30, help="minutes after which a rank that hangs ends the job (default 30)")
+    g.add_argument("--log-every", type=int, default=10, help="steps between printed lines; log.jsonl has all")
+    g.add_argument("--timeout", type=float, default=30, help="minutes until a hanging rank ends the job (default 30)")
     a = p.parse_args()
-    for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1, max_steps=0, batch_size=1,
-                          grad_accum=1, save_every=1, log_every=1, timeout=0, length=2, weight_decay=0, seed=0).items():
+    for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1,
+                          max_steps=0, batch_size=1, grad_accum=1, save_every=1, log_every=1, timeout=0, length=2,
+                          weight_decay=0, seed=0, limit=0).items():
         if not getattr(a, flag) >= low or getattr(a, flag) == math.inf:
             stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}")
     if a.method == "tabom" and a.window == 1 and a.lam > 0:
@@ -274,27 +286,30 @@ def main():
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
     points = sorted(p for p in out.glob("resume-*") if p.suffix != ".part")
-    if (points or log.exists()) and not a.resume:
-        stop(f"--out {out}: holds a run already; --resume to go on with it, or give another --out")
+    if (log.exists() or any(out.glob("*-[0-9]*"))) and not (a.resume and log.exists()):
+        stop(f"--out {out}: holds a run already; --resume to go on with it (by its log.jsonl), or give another --out")
     first = next(read_records(a.data, need_order=a.method != "sft"))[1]                  # mistakes before weights
     name = a.model or first.get("model", {}).get("name") or stop(f"{a.data}: names no model; pass --model")
     c, _ = read_config(name)
     tok = load_tokenizer(name)
     records = read_data(a, c, tok, rank)
-    same = {k: v for k, v in vars(a).items() if k not in ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum")}
+    free = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum")   # may change on the way
+    same = {k: v for k, v in vars(a).items() if k not in free}
     same |= dict(data=os.path.basename(a.data), records=len(records), model=os.path.basename(os.path.normpath(name)),
                  global_batch=a.batch_size * a.grad_accum * world)
-    state = json.loads((points[-1] / "state.json").read_text()) if points else None
-    was = (state or (json.loads(log.read_text().partition("\n")[0]) if log.exists() else dict(settings=same)))["settings"]
-    for k in same:
-        if same[k] != was.get(k):
-            stop(f"--out {out}: is of a run with {k} {was.get(k)!r}, now it is {same[k]!r}; use those settings, or another --out")
+    head = json.loads(log.read_text().partition("\n")[0]) if log.exists() else {}
+    for k, was in head.get("settings", {}).items():
+        if same.get(k) != was:
+            stop(f"--out {out}: is of a run with {k} {was!r}, now it is {same.get(k)!r}; "
+                 f"use those settings, or another --out")
 
-    if world > 1:                # torchrun's restarts share one key store: a prefix each, or a rank calls a dead one (pytorch issue 135712)
+    if world > 1:                        # torchrun's restarts share one key store: a prefix each
         wait, attempt = datetime.timedelta(minutes=a.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        attempt = attempt if os.environ.get("LOCAL_WORLD_SIZE") == str(world) else "0"     # nodes count restarts each for itself
+        if os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+            attempt = "0"                # nodes count restarts each for itself
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
-        dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=wait)
     if "cuda" in device:
         torch.set_float32_matmul_precision("high")
     model = load(name, device, dtype)
@@ -311,13 +326,15 @@ def main():
     per_epoch = -(-len(records) // size)
     total = a.max_steps or per_epoch * a.epochs
     step = 0
-    if state:
-        saved, step = load_file(points[-1] / "state.safetensors"), state["step"]
+    if points:
+        step = json.loads((points[-1] / "state.json").read_text())["step"]
+        saved = load_file(points[-1] / "state.safetensors")
         with torch.no_grad():
             for key, p in zip(names, params, strict=True):
                 p.copy_(saved[key])
         opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
-            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k]) for i, k in enumerate(names)}))
+            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
+            for i, k in enumerate(names)}))
 
     def save_point():
         if rank == 0 and not (out / f"resume-{step:07d}").exists():
@@ -325,7 +342,7 @@ def main():
                        for k, p in zip(names, params, strict=True)}
             write_folder(out / f"resume-{step:07d}", lambda f: (
                 (f / "state.safetensors").write_bytes(to_bytes(lora.state(model) | moments)),
-                (f / "state.json").write_text(json.dumps(dict(step=step, settings=same)))))
+                (f / "state.json").write_text(json.dumps(dict(step=step)))))
             for old in out.glob("resume-*"):
                 if old.name != f"resume-{step:07d}":
                     shutil.rmtree(old)
@@ -334,37 +351,46 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
         old = log.read_text().splitlines()[1:] if log.exists() else []
         old = [x for x in old if x.endswith("}") and json.loads(x)["step"] <= step]
-        head = dict(args=vars(a), settings=same, model=name, records=len(records), steps=total, world=world, commit=commit(), torch=torch.__version__,
-                    python=platform.python_version(), device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
+        head = dict(args=vars(a), settings=same, model=name, records=len(records), steps=total, world=world,
+                    commit=commit(), torch=torch.__version__, python=platform.python_version(),
+                    device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
         write_whole(log, "".join(x + "\n" for x in [json.dumps(head), *old]).encode())
-        print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; {total} steps of {size}", flush=True)
+        print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; "
+              f"{total} steps of {size}", flush=True)
     bar, batches = Bar(total, "step", step, 0), None
     while step < total:
         clock, epoch = time.time(), step // per_epoch
         if batches is None or step % per_epoch == 0:
             batches = epoch_batches(lengths, size, a.seed, epoch)
-        chosen = batches[step % per_epoch]                                               # sample numbers of the global batch
+        chosen = batches[step % per_epoch]                                               # the global batch's samples
         losses, sums = torch.zeros(len(chosen), device=device), torch.zeros(5, device=device, dtype=torch.float64)
         each = 1 if a.method == "tabom" and a.rank_context == "exact" and a.lam > 0 else a.batch_size
-        mine = [range(i, min(i + a.batch_size, len(chosen))) for i in range(0, len(chosen), a.batch_size)][rank::world]
+        starts = range(0, len(chosen), a.batch_size)[rank::world]                        # this rank's micro-batches
+        mine = [range(i, min(i + a.batch_size, len(chosen))) for i in starts]
         for piece in (m[i:i + each] for m in mine for i in range(0, len(m), each)):
             batch = []
-            for i in piece:                                                              # a view is of (seed, epoch, sample) alone
-                r = records[chosen[i]]
-                batch.append((r, *view(r, a.method, a.window, np.random.default_rng([a.seed, epoch, int(chosen[i])]))))
+            for i in piece:                                                              # (seed, epoch, sample) decide
+                r, rng = records[chosen[i]], np.random.default_rng([a.seed, epoch, int(chosen[i])])
+                batch.append((r, *view(r, a.method, a.window, rng)))
             loss, *parts = batch_loss(model, batch, a, c.mask_id, device)                # (B,)
-            (loss.sum() / len(chosen)).backward()                                        # mean over the samples of all ranks
+            (loss.sum() / len(chosen)).backward()                                        # mean over all ranks' samples
             losses[piece.start:piece.stop] = loss.detach()
             sums += torch.stack([x.detach().sum().double() for x in parts])
         grad = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
-        if world > 1:                                                                    # sums over ranks: already global means
-            for t in (grad, losses, sums):
-                dist.all_reduce(t)
+        if world > 1:                                                                    # sums: already global means
+            try:
+                for t in (grad, losses, sums):
+                    dist.all_reduce(t)
+            except RuntimeError as e:
+                print(f"rank {rank}, step {step + 1}: another rank died, or did not answer for --timeout {a.timeout:g} "
+                      f"minutes ({str(e).splitlines()[0][:80]}); --resume goes on", file=sys.stderr, flush=True)
+                os._exit(1)
         gnorm = grad.norm()
         if not bool(losses.isfinite().all() & gnorm.isfinite()):
-            bad = [records[chosen[i]].id for i in (~losses.isfinite()).nonzero()[:, 0].tolist()] or [records[i].id for i in chosen]
+            bad = [records[chosen[i]].id for i in (~losses.isfinite()).nonzero()[:, 0].tolist()]
             last = sorted(p.name for p in out.glob("resume-*"))
-            stop(f"step {step + 1}: the loss or its gradient is not finite, samples {bad}; last good state: {out / last[-1] if last else 'none'}; "
+            stop(f"step {step + 1}: the loss or its gradient is not finite, samples "
+                 f"{bad or [records[i].id for i in chosen]}; last good state: {out / last[-1] if last else 'none'}; "
                  f"look at those samples, or lower --lr")
         grad *= (a.clip / gnorm).clamp(max=1.0) if a.clip else 1.0
         for p, g in zip(params, grad.split([p.numel() for p in params]), strict=True):
@@ -376,16 +402,19 @@ def main():
 
         loss, (ce, hinge, right, pairs, tokens), B = losses.mean().item(), sums.tolist(), len(chosen)
         ms = 1000 * (time.time() - clock)
-        memory = torch.cuda.max_memory_allocated() / 1e9 if "cuda" in device else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        memory = (torch.cuda.max_memory_allocated() / 1e9 if "cuda" in device
+                  else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
         if rank == 0:
-            row = dict(step=step, epoch=epoch + 1, loss=loss, ce=ce / B, rank=hinge / B, in_order=right / pairs if pairs else None, lr=lr,
-                       gnorm=gnorm.item(), ms=ms, tokens_per_s=tokens / ms * 1000, memory_gb=memory, samples=[records[i].id for i in chosen])
+            row = dict(step=step, epoch=epoch + 1, loss=loss, ce=ce / B, rank=hinge / B,
+                       in_order=right / pairs if pairs else None, lr=lr, gnorm=gnorm.item(), ms=ms,
+                       tokens_per_s=tokens / ms * 1000, memory_gb=memory, samples=[records[i].id for i in chosen])
             with open(log, "a") as f:
                 f.write(json.dumps(row) + "\n")
         if step % a.log_every == 0 or step == total:
-            bar(step, f"loss {loss:.3f} = ce {ce / B:.3f}" + (f" + {a.lam:g} rank {hinge / B:.3f}" if a.method == "tabom" else "") +
-                f" | {100 * right / max(pairs, 1):.0f} % in order | "
-                f"lr {lr:.1e} | gnorm {gnorm.item():.2f} | {ms:.0f} ms | {tokens / ms * 1000:,.0f} tok/s | {memory:.1f} GB")
+            ranked = f" + {a.lam:g} rank {hinge / B:.3f}" if a.method == "tabom" else ""
+            bar(step, f"loss {loss:.3f} = ce {ce / B:.3f}{ranked} | {100 * right / max(pairs, 1):.0f} % in order | "
+                f"lr {lr:.1e} | gnorm {gnorm.item():.2f} | {ms:.0f} ms | {tokens / ms * 1000:,.0f} tok/s | "
+                f"{memory:.1f} GB")
         if step % per_epoch == 0 or step == total:
             if rank == 0 and not (out / f"epoch-{epoch + 1}").exists():
                 write_folder(out / f"epoch-{epoch + 1}", lambda f: lora.save(model, f, name))
@@ -400,7 +429,8 @@ def main():
 
 def commit() -> str:
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        command = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
         return done.stdout.strip() or "none"
     except OSError:
         return "none"

@@ -788,7 +788,7 @@ def forked(job) -> int:
 
 def test_killed_at_any_write_and_resumed_equals_whole(train, tmp_path):
     """A child dies by SIGKILL just before its n-th change to the disk, for every n; a log line is torn in the middle."""
-    flags = "--epochs 2 --batch-size 12 --save-every 1"                      # 2 steps an epoch, 4 in all
+    flags = "--max-steps 3 --batch-size 12 --save-every 1"                   # 2 steps an epoch
     whole = train("whole", flags)
 
     def dies(n):
@@ -819,10 +819,11 @@ def test_killed_at_any_write_and_resumed_equals_whole(train, tmp_path):
         out = train("run", flags + " --resume")
         assert_same_bits(adapter_of(out), adapter_of(whole))
         assert [r["loss"] for r in log_of(out)[1]] == [r["loss"] for r in log_of(whole)[1]]
-        assert sorted(p.name for p in out.iterdir()) == ["epoch-1", "epoch-2", "log.jsonl", "resume-0000004"]
-        for x in ("epoch-1/adapter_model.safetensors", "resume-0000004/state.safetensors"):
+        for x in ("epoch-1/adapter_model.safetensors", "resume-0000003/state.safetensors"):
             assert (out / x).read_bytes() == (whole / x).read_bytes()
-    assert code == 0 and n > 30                          # the last child was not hit: every write has been
+        there = {p.name for p in out.iterdir()} - {"resume-0000002"}         # killed before it went: the next point takes it away
+        assert there == {"epoch-1", "epoch-2", "log.jsonl", "resume-0000003"}
+    assert code == 0 and n > 20                          # the last child was not hit: every write has been
 
 
 def test_killed_at_random_moments_and_resumed_equals_whole(train, tmp_path):
@@ -912,3 +913,71 @@ def test_torchrun_goes_on_by_itself_when_a_rank_dies(fleet):
     text = finish(fleet("crash", "--standalone --nproc_per_node 2 --max-restarts 1", "--batch-size 4", fleet.home / "crash.py"))
     assert text.count("LoRA parameters") == 2            # it did start twice
     assert_close_runs(fleet.home / "crash", fleet.home / "one")
+
+
+# ---------------------------------------------------------------- does ranking rank
+
+def sums(rng) -> tuple[str, str]:
+    """A language of four digits: each plus one, then their sum, greatest and least; some of it is hard to say."""
+    d = rng.integers(0, 10, 4)
+    return "".join(map(str, d)), "".join(str((x + 1) % 10) for x in d) + f"={d.sum() % 10}{d.max()}{d.min()}"
+
+
+def fit_sums(folder: str, length: int, steps: int):
+    """Pretrains the tiny model in place, briefly: sure of some tokens, unsure of others."""
+    net, i, rng = models.load(folder).requires_grad_(True), ids_of("llada"), np.random.default_rng(0)
+    g = torch.Generator().manual_seed(0)
+    for name, p in net.named_parameters():
+        p.data = torch.ones(p.shape) if p.ndim == 1 else torch.randn(p.shape, generator=g) * (1.0 if "wte" in name else 0.08)
+    opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    for _ in range(steps):
+        texts = [sums(rng) for _ in range(64)]
+        x = torch.tensor([[CHARS.index(c) for c in p + r] + [i.eos] * (length - len(r)) for p, r in texts])
+        mask = torch.zeros(x.shape, dtype=torch.bool)
+        mask[:, 4:] = torch.from_numpy(rng.random((64, length)) < rng.random((64, 1)))
+        logits = net(x.masked_fill(mask, i.mask), None, mask)
+        opt.zero_grad()
+        torch.nn.functional.cross_entropy(logits, x[mask]).backward()
+        opt.step()
+    save_file({k: v.detach() for k, v in net.named_parameters()}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def shares_in_order(net, raws: list[dict], window: int) -> np.ndarray:
+    """For each trajectory, over all its windows: the share of pairs whose earlier token has the lower entropy."""
+    shares = []
+    for raw in raws:
+        order, good, pairs = plain_order(raw, "keep", ()), 0, 0
+        for cut in range(len(order) - window + 1):
+            rows = forward(net, raw, [j in order[:cut] for j in range(len(raw["decoding_order"]))], ids_of("llada").mask)
+            h = [plain_stats(rows[j], 0)[1] for j in order[cut:cut + window]]
+            good += sum(h[r] < h[s] for r in range(window) for s in range(r + 1, window))
+            pairs += window * (window - 1) // 2
+        shares.append(good / pairs)
+    return np.array(shares)
+
+
+def test_ranking_puts_held_out_pairs_in_order(tmp_path, monkeypatch):
+    """decode.py, then tabom.py with and without the ranking term: same base, data, order and windows."""
+    def command(module, *argv):
+        monkeypatch.setattr(sys, "argv", ["x", *map(str, argv)])
+        module.main()
+    folder, length, window, rng, prompts = tiny("llada", tmp_path / "base"), 12, 4, np.random.default_rng(1), set()
+    fit_sums(folder, length, 150)
+    while len(prompts) < 300:
+        prompts.add(sums(rng)[0])
+    asked = write_lines(tmp_path / "p.jsonl", [dict(id=p, prompt=p) for p in sorted(prompts)])
+    command(decode, "--model", folder, "--prompts", asked, "--out", tmp_path / "t.jsonl", "--length", length, "--raw-prompt", "--batch-size", 64)
+    rows = [json.loads(x) for x in (tmp_path / "t.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda r: r["id"][::-1])               # held out: the last in an order that has nothing to do with training
+    rows = [r for r in rows if sum(s >= 0 for s in r["decoding_order"]) >= window]
+    learnt, held = write_lines(tmp_path / "learn.jsonl", rows[:200]), rows[200:]
+    shares = {}
+    for lam in (1, 0):
+        command(tabom, "--data", learnt, "--out", tmp_path / f"lam{lam}", "--lam", lam, "--window", window, "--max-steps", 80, "--batch-size", 16,
+                "--lr", 1e-2, "--warmup", 10, "--log-every", 1000)
+        net = models.load(folder)
+        lora.load(net, max((tmp_path / f"lam{lam}").glob("epoch-*"), key=lambda p: int(p.name[6:])))
+        shares[lam] = shares_in_order(net, held, window)
+    gain = shares[1] - shares[0]                         # paired: the same trajectories
+    error = gain.std(ddof=1) / math.sqrt(len(gain))
+    assert len(held) > 80 and gain.mean() > 0.03 and gain.mean() > 6 * error, (shares[1].mean(), shares[0].mean(), error)

@@ -2,8 +2,8 @@
 
     python toy.py --out out/toy              # out/toy/model (a hub-style folder in LLaDA's layout) and out/toy/*.jsonl
 
-math    5+3*3~===== ->  +3=8*3=4~=5####5       a chain of 3-7 maps modulo 10 (+1 +3 +7 *3 and ~x = 9 - x) with worked steps
-logic   rs4312===   ->  r2134s1234####1234     1-2 of reverse, sort, increment, turn on four digits, with worked steps
+math    5+3*7~=====  ->  +3=8*7=6~=3####3      a chain of 3-7 maps modulo 10 (+1..+9, *3, *7, *9, ~x = 9 - x), worked
+logic   rs4312===    ->  r2134s1234####1234    one or two of reverse, sort, increment, turn on four digits, worked
 
 math is post-trained on, logic is watched for forgetting. A quarter of the pretraining's math steps are written
 result-first (8=+3): one answer has many surface forms, and the ground truth for SFT-GT is all result-first. Pretraining
@@ -30,9 +30,9 @@ from data import Bar, judge, safely, write_whole
 from decode import decode, first_end
 from model import FAMILIES, Flags, Model, load_tokenizer, stop
 
-CONFIG = dict(model_type="llada", d_model=96, n_layers=3, n_heads=4, n_kv_heads=4, mlp_hidden_size=256, rope_theta=10000.0,
-              rms_norm_eps=1e-5, max_sequence_length=128, weight_tying=False, include_bias=False, include_qkv_bias=False,
-              block_type="llama", layer_norm_type="rms")
+CONFIG = dict(model_type="llada", d_model=96, n_layers=3, n_heads=4, n_kv_heads=4, mlp_hidden_size=256,
+              rope_theta=10000.0, rms_norm_eps=1e-5, max_sequence_length=128, weight_tying=False, include_bias=False,
+              include_qkv_bias=False, block_type="llama", layer_norm_type="rms")
 OPS = ["+1", "+2", "+3", "+4", "+5", "+6", "+7", "+8", "+9", "*3", "*7", "*9", "~"]
 VOCAB = ["<|mask|>", "<|endoftext|>", "####", *OPS, "=", *"0123456789", *"rsit"]
 CHECK = 20                              # steps between looks at the validation accuracy
@@ -53,7 +53,8 @@ def math_task(rng, flip: float):
 
 
 def logic_task(rng, flip: float):
-    d, moves = [int(x) for x in rng.integers(1, 10, size=4)], [list(MOVES)[i] for i in rng.integers(4, size=rng.integers(1, 3))]
+    d = [int(x) for x in rng.integers(1, 10, size=4)]
+    moves = [list(MOVES)[i] for i in rng.integers(4, size=rng.integers(1, 3))]
     prompt, steps = f"{''.join(moves)}{''.join(map(str, d))}{'=' * (PROMPT - 4 - len(moves))}", []
     for m in moves:
         d = MOVES[m](d)
@@ -82,13 +83,14 @@ def draw(domain: str, split: str, count: int, seed: int, flip: float) -> list[di
 
 
 def write_tokenizer(folder: Path):
-    """A real tokenizer: one token a character, but for #### and the maps, and a chat template that is the bare prompt."""
+    """A real tokenizer: a token a character, but for #### and the maps; its chat template is the bare prompt."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     t = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token="="))
     t.pre_tokenizer = pre_tokenizers.Split(Regex(r"####|\+\d|\*\d|."), "isolated")
     t.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<|endoftext|>", pad_token="<|endoftext|>", mask_token="<|mask|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+                                   mask_token="<|mask|>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
 
@@ -107,13 +109,13 @@ def encode(items: list[dict], tok):
 
 def accuracy(model, items: list[dict], tok, length: int = LENGTH) -> float:
     """Share of prompts answered right, one token a step."""
-    s = SimpleNamespace(length=length, steps=length, block=length, tokens_per_step=1, threshold=None, schedule="even", score="confidence",
-                        temperature=0, top_p=1, top_k=0, suppress_eos=False, clean=True, seed=0, model="toy",
-                        mask_id=tok.mask_token_id, end_ids=[tok.eos_token_id])
+    s = SimpleNamespace(length=length, steps=length, block=length, tokens_per_step=1, threshold=None, schedule="even",
+                        score="confidence", temperature=0, top_p=1, top_k=0, suppress_eos=False, clean=True, seed=0,
+                        model="toy", mask_id=tok.mask_token_id, end_ids=[tok.eos_token_id])
     right = 0
     for row in decode(model, [(n, tok(it["prompt"])["input_ids"]) for n, it in enumerate(items)], s, 64):
         end = first_end(row.canvas, row.order, s.end_ids)
-        right += bool(end is not None and judge(tok.decode(row.canvas[:end].tolist()), True, items[row.key]["answer"], None))
+        right += end is not None and judge(tok.decode(row.canvas[:end].tolist()), True, items[row.key]["answer"], None)
     return right / len(items)
 
 
@@ -122,7 +124,7 @@ def main():
     p.add_argument("--out", default="out/toy", help="folder for the model and the prompts")
     p.add_argument("--seed", type=int, default=0, help="of the weights, the data and their order")
     p.add_argument("--target", type=float, default=0.40, help="stop at this validation accuracy in math")
-    p.add_argument("--max-steps", type=int, default=3000, help="the cosine's length, and the end if the target is never met")
+    p.add_argument("--max-steps", type=int, default=3000, help="the cosine's length, and the end at the latest")
     p.add_argument("--batch-size", type=int, default=96)
     p.add_argument("--lr", type=float, default=1.5e-3)
     p.add_argument("--save-every", type=int, default=100, help="steps between resume points")
@@ -138,7 +140,8 @@ def main():
             if old["settings"] != settings:
                 stop(f"{out}: holds a toy with other settings {old['settings']}; give another --out")
             if "steps" in old:
-                print(f"{out}: done already ({old['steps']} steps, math {old['math']:.1%}, logic {old['logic']:.1%} on validation)")
+                print(f"{out}: done already ({old['steps']} steps; on validation math {old['math']:.1%}, "
+                      f"logic {old['logic']:.1%})")
                 return
         write_whole(out / "toy.json", json.dumps(dict(settings=settings)).encode())
         train(a, out, settings)
@@ -152,7 +155,8 @@ def train(a, out: Path, settings: dict):
     tok = load_tokenizer(str(out / "model"))
 
     files = {"train": draw("math", "train", 3000, a.seed, 0), "gt": draw("math", "train", 3000, a.seed, 1)}
-    files |= {f"{split}-{d}": draw(d, split, n, a.seed, 0) for d in TASKS for split, n in (("val", 500), ("test", a.test_prompts))}
+    files |= {f"{split}-{d}": draw(d, split, n, a.seed, 0)
+              for d in TASKS for split, n in (("val", 500), ("test", a.test_prompts))}
     corpus = draw("math", "pretrain", 50000, a.seed, 0.25) + draw("logic", "pretrain", 50000, a.seed, 0)
     splits = [{it["prompt"] for it in group} for group in (
         corpus, files["train"], files["val-math"] + files["val-logic"], files["test-math"] + files["test-logic"])]
@@ -168,7 +172,7 @@ def train(a, out: Path, settings: dict):
     family = FAMILIES["llada"]
     model = Model(SimpleNamespace(**{ours: c[theirs] for ours, theirs in family["fields"].items()}), family)
     for m in model.modules():
-        if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):       # large embeddings: the task forms three times sooner
+        if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):     # large embeddings: the tasks form sooner
             torch.nn.init.normal_(m.weight, std=1.0 if isinstance(m, torch.nn.Embedding) else 0.06)
     opt = torch.optim.AdamW(model.parameters(), lr=a.lr, weight_decay=0.01)
     names, step = dict(model.named_parameters()), 0
@@ -178,7 +182,8 @@ def train(a, out: Path, settings: dict):
         step = int(saved["step"])
         model.load_state_dict({k: saved[k] for k in names})
         opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
-            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k]) for i, k in enumerate(names)}))
+            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
+            for i, k in enumerate(names)}))
 
     ids, real, P = encode(corpus, tok)
     bar, start, first, saved_at, reached, snaps = Bar(a.max_steps, "toy", step), time.time(), step, step, 0.0, []
@@ -190,7 +195,7 @@ def train(a, out: Path, settings: dict):
         mask[:, P:] = torch.from_numpy(rng.random((a.batch_size, LENGTH)) < t)
         mask[:, P] |= ~mask.any(1)
         logits = model(x.masked_fill(mask, tok.mask_token_id), real[pick], mask)          # (n, V)
-        loss = F.cross_entropy(logits, x[mask])                                           # mean over the batch's masked tokens
+        loss = F.cross_entropy(logits, x[mask])                                           # mean over all masked tokens
         for g in opt.param_groups:
             g["lr"] = a.lr * min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / a.max_steps))
         opt.zero_grad()
@@ -206,9 +211,11 @@ def train(a, out: Path, settings: dict):
                 if step - saved_at >= a.save_every:
                     moments = {f"{mv}.{k}": opt.state[v][key] for mv, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
                                for k, v in names.items()}
-                    write_whole(resume, to_bytes({k: v.detach() for k, v in names.items()} | moments | {"step": torch.tensor(step)}))
+                    weights = {k: v.detach() for k, v in names.items()}
+                    write_whole(resume, to_bytes(weights | moments | {"step": torch.tensor(step)}))
                     saved_at = step
-        bar(step, f"loss {loss.item():.3f} | math {reached:.1%} | {1000 * (time.time() - start) / (step - first):.0f} ms")
+        ms = 1000 * (time.time() - start) / (step - first)
+        bar(step, f"loss {loss.item():.3f} | math {reached:.1%} | {ms:.0f} ms")
     if reached >= a.target:                              # it forms within a few steps: find the first that passes
         def score(snap):
             model.load_state_dict(snap[1])
@@ -216,7 +223,8 @@ def train(a, out: Path, settings: dict):
         step, weights = snaps[min(bisect.bisect_left(snaps, a.target, key=score), len(snaps) - 1)]
         model.load_state_dict(weights)
     model.eval()
-    write_whole(out / "model" / "model.safetensors", to_bytes({k: v.detach() for k, v in names.items()}, metadata={"format": "pt"}))
+    weights = {k: v.detach() for k, v in names.items()}
+    write_whole(out / "model" / "model.safetensors", to_bytes(weights, metadata={"format": "pt"}))
     scores = {d: accuracy(model, files[f"val-{d}"], tok) for d in TASKS}
     write_whole(out / "toy.json", json.dumps(dict(settings=settings, steps=step, **scores)).encode())
     if resume.exists():
