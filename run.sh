@@ -88,7 +88,7 @@ export PYTHON OUT TOY TRAIN
 
 toy() {
     local d=$OUT/toy/base0 labels="sft-gt sft-sd dinfer t3d tabom"
-    export OMP_NUM_THREADS=1 TEST_PROMPTS=300 PICTURES=1
+    export OMP_NUM_THREADS=1 TEST_PROMPTS=${TEST_PROMPTS:-300} PICTURES=1
     say "1/4 a base model from nothing, and its own answers to 3,000 prompts"
     base 0 "$d"
     say "2/4 five ways to post-train it, 200 steps each"
@@ -104,7 +104,7 @@ toy() {
 
 paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     local s=$OUT/paper-toy n=0
-    export OMP_NUM_THREADS=1 TEST_PROMPTS=1000 PICTURES=
+    export OMP_NUM_THREADS=1 TEST_PROMPTS=${TEST_PROMPTS:-1000} PICTURES=
     say "bases (6 min each)"
     for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -ec "base {} $s/base{}"
     say "learning rates: one grid for every method, on validation prompts of the first two bases, a seed of its own"
