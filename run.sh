@@ -140,7 +140,7 @@ paper() {                       # paper dream|llada math|code: from the data set
     case $domain in math) data=MixChain-Z-PRM12K ;; code) data=Ling-Coder-SFT limit=17000 ;; esac
     case $family-$domain in                # the authors' recipes
         dream-math) gamma=0.1 ;; dream-code) lr=1e-4 lam=2 gamma=0.1 ;; llada-math) gamma=0.2 ;; llada-code) gamma=0.3 ;; esac
-    "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
+    [ ! -f bench.py ] || "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
     do_or_say mkdir -p "$d"
     do_or_say torchrun --nproc_per_node "$GPUS" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
     local common="--model $model --lr $lr --resume"

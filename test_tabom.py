@@ -2439,11 +2439,11 @@ def test_wrong_settings_end_with_one_line_and_write_nothing(command, words, fold
 
 
 def test_no_source_file_of_ours_reads_pickles_or_runs_text():
-    for file in ("model", "lora", "data", "decode", "tabom", "toy", "eval", "bench"):
-        source = (HERE / f"{file}.py").read_text()
+    for file in HERE.glob("*.py"):
+        source = file.read_text() if file.name != "test_tabom.py" else ""
         for word in ("import pickle", "torch.load(", "torch.save(", "trust_remote_code=True", "exec(", " eval(",
                      "os.system", "shell=True"):
-            assert word not in source, f"{file}.py has {word}"
+            assert word not in source, f"{file.name} has {word}"
 
 
 def test_full_disk_ends_with_one_line_and_keeps_the_last_good_state(folders, tmp_path):
