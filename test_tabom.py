@@ -1174,7 +1174,7 @@ def test_two_ranks_write_the_records_of_one(cli, tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_run_goes_on(cli, tmp_path):
-    flags, path = "--length 96 --batch-size 1", tmp_path / "t.jsonl"
+    flags, path = "--length 384 --batch-size 1", tmp_path / "t.jsonl"
     p = subprocess.Popen([sys.executable, *cli.argv("t.jsonl", flags)], env=one_thread(),
                          stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     end = time.time() + 60
