@@ -140,20 +140,20 @@ paper() {                       # paper dream|llada math|code: from the data set
     case $domain in math) data=MixChain-Z-PRM12K ;; code) data=Ling-Coder-SFT limit=17000 ;; esac
     case $family-$domain in                # the authors' recipes
         dream-math) gamma=0.1 ;; dream-code) lr=1e-4 lam=2 gamma=0.1 ;; llada-math) gamma=0.2 ;; llada-code) gamma=0.3 ;; esac
-    [ ! -f bench.py ] || "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
+    "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
     do_or_say mkdir -p "$d"
-    do_or_say torchrun --nproc_per_node "$GPUS" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
     local common="--model $model --lr $lr --resume"
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$data" --limit "$limit" --method sft --out "$d/sft-gt" $common
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method sft --out "$d/sft-sd" $common
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method dinfer --out "$d/dinfer" $common
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method t3d --out "$d/t3d" $common
-    do_or_say torchrun --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --lam "$lam" --gamma "$gamma" --out "$d/tabom" $common
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$data" --limit "$limit" --method sft --out "$d/sft-gt" $common
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method sft --out "$d/sft-sd" $common
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method dinfer --out "$d/dinfer" $common
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method t3d --out "$d/t3d" $common
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --lam "$lam" --gamma "$gamma" --out "$d/tabom" $common
     local adapters="" m
     for m in sft-gt sft-sd dinfer t3d tabom; do adapters="$adapters $m=$d/$m/epoch-5"; done
-    do_or_say torchrun --nproc_per_node "$GPUS" eval.py --model "$model" --adapter $adapters --tasks "$tasks" --out "$d/results"
+    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" eval.py --model "$model" --adapter $adapters --tasks "$tasks" --out "$d/results"
     echo "# code tasks run what the model wrote, so they want your consent:" >&2
-    [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ] && HF_ALLOW_CODE_EVAL=1 do_or_say torchrun --nproc_per_node "$GPUS" eval.py --model "$model" \
+    [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ] && HF_ALLOW_CODE_EVAL=1 do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" eval.py --model "$model" \
         --adapter $adapters --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
 }
 
