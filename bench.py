@@ -450,8 +450,9 @@ def main():
     if a.plan:
         plan(a)
     else:
-        print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} cores, "
-              f"torch {torch.__version__}, commit {tabom.commit()}, load {os.getloadavg()[0]:.1f}{', --quick' * a.quick}")
+        cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        print(f"{datetime.date.today()}, {platform.machine()}, {cores}, torch {torch.__version__}, {tabom.commit()}"
+              f"{', --quick' * a.quick}")
         for name in a.only or ("check", "train", "decode", "start"):
             globals()[f"bench_{name}"](a)
         met = lambda value, bound, target: "met" if (value >= target) == (bound == "at least") else "missed"
