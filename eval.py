@@ -327,10 +327,12 @@ def report(study: Path):
         return (np.mean(d), np.std(d, ddof=1) / math.sqrt(len(d)), len(d)) if len(d) > 1 else (0.0, math.inf, len(d))
 
     def verdict(d):
+        if d[2] < 2:
+            return "not run"                                     # one run has no spread
         return "shown" if d[0] > 2 * d[1] else "contrary" if d[0] < -2 * d[1] else "not shown"
 
     def told(d, unit="points"):
-        return f"{d[0]:+.2f} ± {d[1]:.2f} {unit} (mean ± standard error, {d[2]} runs)"
+        return f"{d[0]:+.2f} ± {d[1]:.2f} {unit} (mean ± standard error, {d[2]} runs)" if d[2] > 1 else f"{d[2]} run"
 
     one = next(iter(bases.values()))
     first = next(iter(runs.get("tabom", {}).values()), one)
@@ -389,7 +391,8 @@ def report(study: Path):
         plain("5b. ranking helps over CE alone at 2 tokens a step", against("tabom", "ce-only", keys[1])),
         plain("6. a local window beats the global one", against("tabom", "global", keys[0])),
         ("7. moderate gamma (0.2) is best",
-         "shown" if moderate and max(moderate, key=moderate.get) in ("tabom", "lam2-gamma0.2") else "not shown",
+         "not run" if len(moderate) < len(MARGINS) else
+         "shown" if max(moderate, key=moderate.get) in ("tabom", "lam2-gamma0.2") else "not shown",
          ", ".join(f"{'lam1-gamma0.2' if k == 'tabom' else k} {v:+.1f}" for k, v in moderate.items()))]
     text += [f"| {c} | {v} | {e} |" for c, v, e in rows]
     (study / "report.md").write_text("\n".join(text) + "\n")
