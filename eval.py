@@ -377,7 +377,7 @@ def report(study: Path):
         ("1. own answers are easier to fit than ground truth at every mask ratio",
          "not run" if worst is None else "shown" if worst > 0 else "not shown",
          "" if worst is None else f"smallest gap over bases and ratios {worst:+.3f} nats"),
-        ("2a. SFT-GT forgets (logic)", verdict((-gt[0], gt[1])), told(gt)),
+        ("2a. SFT-GT forgets (logic)", verdict((-gt[0], *gt[1:])), told(gt)),
         ("2b. SFT-SD does not forget", "not shown" if verdict(sd) == "contrary" else "shown", told(sd)),
         ("2c. SFT-SD gains little in-domain", "", told(against("sft-sd", None, keys[0]))),
         plain("3a. TABOM gains in-domain", tb),

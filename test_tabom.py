@@ -2648,3 +2648,9 @@ def test_fork_another_model_family(tmp_path, folders):
     assert json.loads(out.read_text())["method"] == "confidence"
     again = subprocess.run(argv, cwd=HERE, capture_output=True, text=True)
     assert again.returncode == 2 and "llama-mdm" in again.stderr         # without the diff it is refused by name
+
+
+def test_report_of_the_committed_study_is_what_its_results_say(tmp_path):
+    shutil.copytree(HERE / "study", tmp_path / "study")
+    evaluate.report(tmp_path / "study")
+    assert (tmp_path / "study" / "report.md").read_text() == (HERE / "study" / "report.md").read_text()
