@@ -30,7 +30,7 @@ import tabom
 import toy
 from data import safely, write_whole
 from decode import decode
-from model import FAMILIES, Model, load, stop
+from model import FAMILIES, Model, load, part, stop
 
 # Dream's depth, MLP ratio 18944/3584 and vocabulary ratio 152064/3584 at width 256: 36 M weights beside the embedding.
 # Its 7 query heads to one k, v head do not divide 256; 8 do. The toy does the toy's work.
@@ -83,7 +83,10 @@ def build(shape: dict, device="cpu") -> Model:
     c = SimpleNamespace(theta=1e6, eps=1e-6, positions=4096, tied=False, mask_id=MASK, eos_id=EOS, pad_id=EOS, **shape)
     torch.manual_seed(0)
     with torch.device(device):
-        return Model(c, FAMILIES[c.model_type]).eval()
+        model = Model(c, FAMILIES[c.model_type]).eval()
+    if device == "cpu":                                  # left empty by Model: a checkpoint fills it
+        torch.nn.init.normal_(part(model, model.family["embed"]).weight)
+    return model
 
 
 def trainer(shape: dict, checkpoint=False):

@@ -1175,8 +1175,10 @@ def test_two_ranks_write_the_records_of_one(cli, tmp_path):
 
 def test_ctrl_c_keeps_what_is_finished_and_the_run_goes_on(cli, tmp_path):
     flags, path = "--length 384 --batch-size 1", tmp_path / "t.jsonl"
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell's background job ignores it, p too
     p = subprocess.Popen([sys.executable, *cli.argv("t.jsonl", flags)], env=one_thread(),
                          stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, was)
     end = time.time() + 60
     while time.time() < end and p.poll() is None and not (path.exists() and path.stat().st_size):
         time.sleep(0.01)
