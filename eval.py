@@ -424,12 +424,13 @@ def report(study: Path):
     print("\n".join(text))
 
 
-def best_of(folder: Path, key: str) -> str:
-    """Of results METHOD_LR@SEED.json, "METHOD LR" lines with the best mean of the key: tuning on validation prompts."""
+def best_of(folder: Path) -> str:
+    """Of results METHOD_LR@SEED.json, "METHOD LR" lines with the best accuracy, mean over bases and tokens a step."""
     found: dict = {}
     for f in folder.glob("*/tune/*_*@*.json"):
         method, lr = f.stem.partition("@")[0].split("_")
-        found.setdefault(method, {}).setdefault(lr, []).append(json.loads(f.read_text())["accuracy"][key]["share"])
+        found.setdefault(method, {}).setdefault(lr, []).extend(
+            x["share"] for x in json.loads(f.read_text())["accuracy"].values())
     return "\n".join(f"{m} {max(v, key=lambda lr: np.mean(v[lr]))}" for m, v in sorted(found.items()))
 
 
@@ -462,7 +463,7 @@ def main():
     add_flags(p)
     a = p.parse_args()
     if a.tune or a.report:
-        return print(best_of(Path(a.tune), "val-math/1")) if a.tune else report(Path(a.report))
+        return print(best_of(Path(a.tune))) if a.tune else report(Path(a.report))
     out = Path(a.out)
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")

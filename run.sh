@@ -34,11 +34,12 @@ environment() {                 # two minutes the first time; again only when th
 say() { printf '\n== %s\n' "$*" >&2; }
 
 train() {                       # train LABEL BASE-FOLDER SEED FLAGS...: one adapter, 20 s; skipped when it is there
+    set -o pipefail
     local label=$1 base=$2 seed=$3; shift 3
     local out="$base/runs/$label@$seed"
     [ -f "$out/done" ] && return
-    "$PYTHON" tabom.py --out "$out" --resume --seed "$seed" --model "$base/model" $TRAIN "$@" > "$out.log" 2>&1 ||
-        { tail -n 3 "$out.log" >&2; return 1; }
+    "$PYTHON" tabom.py --out "$out" --resume --seed "$seed" --model "$base/model" $TRAIN "$@" 2>&1 |
+        tee "$out.log" | sed -u "s|^step|$label@$seed step|" >&2
     touch "$out/done"
 }
 
@@ -107,17 +108,17 @@ paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     export OMP_NUM_THREADS=1 TEST_PROMPTS=${TEST_PROMPTS:-1000} PICTURES=
     say "bases (6 min each)"
     for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -ec "base {} $s/base{}"
-    say "learning rates: one grid for every method, on validation prompts of the first two bases, a seed of its own"
-    for b in $(echo $BASES | cut -d' ' -f1-2); do for m in sft-gt sft-sd dinfer t3d tabom; do for lr in 3e-4 1e-3 3e-3; do
+    say "learning rates: one grid for every method, mean of 1 and 2 tokens a step on validation prompts of two bases, a seed of its own"
+    for b in $(echo $BASES | cut -d' ' -f1-2); do for m in sft-gt sft-sd dinfer t3d tabom; do for lr in 3e-4 1e-3 3e-3 1e-2; do
         echo "$s/base$b $m $lr"; done; done; done |
         xargs -P "$JOBS" -L1 bash -ec 'train $1_$2 $0 100 $(flags_of $1 $0) --lr $2 && "$PYTHON" eval.py --no-base --model $0/model \
-            --prompts $0/val-math.jsonl --limit 256 $TOY --out $0/tune --adapter $1_$2@100=$0/runs/$1_$2@100/epoch-$(ls $0/runs/$1_$2@100 | grep -c ^epoch)'
+            --prompts $0/val-math.jsonl --limit 256 --parallel 1 2 $TOY --out $0/tune --adapter $1_$2@100=$0/runs/$1_$2@100/epoch-$(ls $0/runs/$1_$2@100 | grep -c ^epoch)'
     "$PYTHON" eval.py --tune "$s" | tee "$s/tuned.txt"
     say "main and component tables: $SEEDS seeds on each base; sensitivity: one"
     for b in $BASES; do for i in $(seq 1 "$SEEDS"); do
         for m in sft-gt sft-sd dinfer t3d tabom ce-only; do echo "$s/base$b $m $n full"; done
         for m in global global-ce; do echo "$s/base$b $m $n light"; done
-        [ "$i" = 1 ] && for m in lam1-gamma0.1 lam1-gamma0.3 lam2-gamma0.1 lam2-gamma0.2 lam2-gamma0.3 window2 window6 window8 drop exact; do
+        [ "$i" = 1 ] && for m in lam1-gamma0.1 lam1-gamma0.3 lam2-gamma0.1 lam2-gamma0.2 lam2-gamma0.3 window2 window6 window8 window26 drop exact; do
             echo "$s/base$b $m $n light"; done
         n=$((n + 1)); done; done > "$s/jobs"
     tuned="$s/tuned.txt" xargs -P "$JOBS" -L1 bash -ec 'm=$1; case $m in sft-*|dinfer|t3d) ;; *) m=tabom ;; esac
@@ -142,19 +143,21 @@ paper() {                       # paper dream|llada math|code: from the data set
         dream-math) gamma=0.1 ;; dream-code) lr=1e-4 lam=2 gamma=0.1 ;; llada-math) gamma=0.2 ;; llada-code) gamma=0.3 ;; esac
     "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
     do_or_say mkdir -p "$d"
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
-    local common="--model $model --lr $lr --resume"
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$data" --limit "$limit" --method sft --out "$d/sft-gt" $common
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method sft --out "$d/sft-sd" $common
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method dinfer --out "$d/dinfer" $common
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --method t3d --out "$d/t3d" $common
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" tabom.py --data "$d/traj.jsonl" --lam "$lam" --gamma "$gamma" --out "$d/tabom" $common
-    local adapters="" m
-    for m in sft-gt sft-sd dinfer t3d tabom; do adapters="$adapters $m=$d/$m/epoch-5"; done
-    do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" eval.py --model "$model" --adapter $adapters --tasks "$tasks" --out "$d/results"
-    echo "# code tasks run what the model wrote, so they want your consent:" >&2
-    [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ] && HF_ALLOW_CODE_EVAL=1 do_or_say "$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" eval.py --model "$model" \
-        --adapter $adapters --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
+    local run="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS" adapters="" m
+    do_or_say $run decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
+    for m in "sft-gt --method sft --data $data --limit $limit" "sft-sd --method sft" "dinfer --method dinfer" \
+             "t3d --method t3d" "tabom --lam $lam --gamma $gamma"; do
+        do_or_say $run tabom.py --model "$model" --lr "$lr" --resume --data "$d/traj.jsonl" --out "$d/${m%% *}" ${m#* }   # the last --data counts
+        adapters="$adapters ${m%% *}=$d/${m%% *}/epoch-5"
+    done
+    local eval="eval.py --model $model --adapter $adapters"
+    do_or_say $run $eval --tasks "$tasks" --out "$d/results"
+    do_or_say $run $eval --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-a-step"
+    do_or_say $run $eval --prompts gsm8k --limit 256 --tds 64 --pictures --out "$d/tds"
+    echo "# code tasks run what the model wrote, inside the harness, so they want your consent: RUN_UNSAFE_CODE=1" >&2
+    if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
+        do_or_say env HF_ALLOW_CODE_EVAL=1 $run $eval --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
+    fi
 }
 
 environment

@@ -2,13 +2,13 @@
 
     python toy.py --out out/toy              # out/toy/model (a hub-style folder in LLaDA's layout) and out/toy/*.jsonl
 
-math    5+3*7~=====  ->  +3=8*7=6~=3####3      a chain of 3-7 maps modulo 10 (+1..+9, *3, *7, *9, ~x = 9 - x), worked
+math    5+3*3~=====  ->  +3=8*3=4~=5####5      a chain of 3-7 maps modulo 10 (+1, +3, +7, *3, ~x = 9 - x), worked
 logic   rs4312===    ->  r2134s1234####1234    one or two of reverse, sort, increment, turn on four digits, worked
 
 math is post-trained on, logic is watched for forgetting. A quarter of the pretraining's math steps are written
 result-first (8=+3): one answer has many surface forms, and the ground truth for SFT-GT is all result-first. Pretraining
-stops when the base first passes --target on validation prompts: the ability is just forming, which leaves something to
-align. Every prompt belongs to one split by a hash of its text, so that no two splits can share one.
+stops when the base first passes --target on validation prompts: able at one token a step, at a loss at two. Every
+prompt belongs to one split by a hash of its text, so that no two splits can share one.
 Killed or interrupted, the same command goes on from its last resume point, bit for bit.
 """
 import bisect
@@ -33,7 +33,7 @@ from model import FAMILIES, Flags, Model, load_tokenizer, stop
 CONFIG = dict(model_type="llada", d_model=96, n_layers=3, n_heads=4, n_kv_heads=4, mlp_hidden_size=256,
               rope_theta=10000.0, rms_norm_eps=1e-5, max_sequence_length=128, weight_tying=False, include_bias=False,
               include_qkv_bias=False, block_type="llama", layer_norm_type="rms")
-OPS = ["+1", "+2", "+3", "+4", "+5", "+6", "+7", "+8", "+9", "*3", "*7", "*9", "~"]
+OPS = ["+1", "+3", "+7", "*3", "~"]
 VOCAB = ["<|mask|>", "<|endoftext|>", "####", *OPS, "=", *"0123456789", *"rsit"]
 CHECK = 20                              # steps between looks at the validation accuracy
 PROMPT = 9                              # prompt tokens, filled up with "=": every step has its place
@@ -123,7 +123,7 @@ def main():
     p = Flags(__doc__)
     p.add_argument("--out", default="out/toy", help="folder for the model and the prompts")
     p.add_argument("--seed", type=int, default=0, help="of the weights, the data and their order")
-    p.add_argument("--target", type=float, default=0.40, help="stop at this validation accuracy in math")
+    p.add_argument("--target", type=float, default=0.80, help="stop at this validation accuracy in math")
     p.add_argument("--max-steps", type=int, default=3000, help="the cosine's length, and the end at the latest")
     p.add_argument("--batch-size", type=int, default=96)
     p.add_argument("--lr", type=float, default=1.5e-3)
