@@ -13,13 +13,15 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 from model import stop
+
+# isort: split
+import numpy as np
 
 SOURCES = {    # name: hub id, configuration, split, kind
     "mixchain-z-prm12k": ("horseee/MixChain-Z-PRM12K", None, "train", "math"),
@@ -64,33 +66,29 @@ def lines(path: str):
 
 def rows(source: str):
     """(place, row) of a JSONL file, a parquet file or a named data set."""
-    if source.endswith(".parquet"):
-        if not os.path.isfile(source):
-            stop(f"{source}: no such file")
-        try:
-            from pyarrow import ArrowInvalid, parquet
-        except ImportError:
-            stop(f"{source}: parquet needs the package datasets: pip install -r requirements-dev.txt")
-        try:
-            batches = parquet.ParquetFile(source).iter_batches(1000)
-            yield from ((f"{source}: row {i}", row)
-                        for i, row in enumerate((r for b in batches for r in b.to_pylist()), 1))
-        except ArrowInvalid as e:
-            stop(f"{source}: not a parquet file ({str(e).splitlines()[0]})")
-    elif source.lower().rsplit("/", 1)[-1] in SOURCES and not os.path.exists(source):
-        hub, config, split, kind = SOURCES[source.lower().rsplit("/", 1)[-1]]
-        try:
-            from datasets import load_dataset
-            stream = iter(load_dataset(hub, config, split=split, streaming=True))
-        except ImportError:
-            stop(f"{source}: needs the package datasets: pip install -r requirements-dev.txt, "
-                 f"or a local .jsonl / .parquet")
-        except Exception as e:
-            stop(f"{source}: {hub} cannot be had ({type(e).__name__}); check the network, "
-                 f"or give a local .jsonl / .parquet")
-        yield from ((f"{hub}: row {i}", {"kind": kind, **row}) for i, row in enumerate(stream, 1))
-    else:
+    name, parquet, n = source.lower().rsplit("/", 1)[-1], source.endswith(".parquet") and os.path.isfile(source), 0
+    if not parquet and (os.path.exists(source) or name not in SOURCES):
         yield from lines(source)
+        return
+    hub, config, split, kind = (source, None, None, None) if parquet else SOURCES[name]
+    try:
+        if parquet:
+            from pyarrow.parquet import ParquetFile
+            stream = (row for batch in ParquetFile(source).iter_batches(1000) for row in batch.to_pylist())
+        else:
+            from datasets import load_dataset
+            stream = load_dataset(hub, config, split=split, streaming=True)
+        for n, row in enumerate(stream, 1):
+            yield f"{hub}: row {n}", {"kind": kind, **row}
+    except ImportError:
+        stop(f"{source}: needs the package datasets: pip install -r requirements-dev.txt, or give a .jsonl file")
+    except Exception as e:                               # of the stream: what a reader raises does not come in here
+        why, at = (str(e).splitlines() or [""])[0], f"after row {n}" if n else "at its start"
+        stop(f"{source}: not a parquet file, or a broken one {at} ({why}); write it again" if parquet else
+             f"{source}: {hub} broke off {at} ({type(e).__name__}); check the network, or give a local .jsonl / "
+             f".parquet", everywhere=True)
+    if not n:
+        stop(f"{source}: is empty; it needs one prompt or trajectory a row")
 
 
 def item(place: str, row: dict, number: int) -> dict:
@@ -174,7 +172,7 @@ def total_order(order, entropy=None) -> np.ndarray:
     return rank[order[rank] >= 0]
 
 
-def check_record(place: str, r: dict) -> dict:
+def check_record(place: str, r: dict, need_order: bool = True) -> dict:
     """Stops with place, value and remedy unless r is a sound trajectory record, ours or the authors'."""
     def no(field, why):
         value = json.dumps(r.get(field), default=str)
@@ -188,7 +186,7 @@ def check_record(place: str, r: dict) -> dict:
         return v
 
     if "model" in r or "decode" in r:                    # ours: nothing may be missing
-        missing = [f for f in FIELDS if f not in r]
+        missing = [f for f in FIELDS if f not in r and (need_order or f != "decoding_order")]
         if missing:
             no(missing[0], "is missing")
     model, vocab = r.get("model", {}), 1 << 31
@@ -204,10 +202,12 @@ def check_record(place: str, r: dict) -> dict:
                              answer=(str, int, float, type(None)), correct=(bool, type(None))).items():
         if field in r and type(r[field]) not in kinds:
             no(field, "is of the wrong type")
-    if "response_token_ids" not in r or "decoding_order" not in r:
-        no("response_token_ids" if "response_token_ids" not in r else "decoding_order", "is missing")
+    for field in ("response_token_ids", *["decoding_order"][:need_order]):
+        if field not in r:
+            no(field, "is missing")
     ids = of("response_token_ids", {int}, lambda t: 0 <= t < vocab)
-    order = of("decoding_order", {int}, lambda s: s >= -1)
+    order = [-(t == model.get("mask_id")) for t in ids]  # sft needs no order: as if all were decoded at once
+    order = of("decoding_order", {int}, lambda s: s >= -1) if "decoding_order" in r else order
     N = len(ids)
     if len(order) != N:
         stop(f"{place}: decoding_order has {len(order)} entries, the response {N} tokens; re-run decode.py")
@@ -231,10 +231,11 @@ def read_records(source: str, need_order: bool = True):
     """(place, record) of each trajectory; without need_order also ground truth: a prompt with its response as text."""
     seen: set = set()
     for number, (place, row) in enumerate(rows(source)):
-        if "decoding_order" in row or "response_token_ids" in row or "model" in row or "decode" in row:
-            record = check_record(place, row)
+        if {"decoding_order", "response_token_ids", *(("model", "decode") if need_order else ())} & row.keys():
+            record = check_record(place, row, need_order)
             if "prompt_token_ids" not in record:
-                record["messages"] = item(place, row, number)["messages"]
+                it = item(place, row, number)
+                record |= dict(prompt=it["prompt"], messages=it["messages"])
         else:
             record = item(place, row, number)
             if need_order:
@@ -289,6 +290,9 @@ def same_answer(a: str, b: str) -> bool:
         gold, got = (parse(f"\\boxed{{{s}}}", [LatexExtractionConfig()]) for s in (b, a))
         return bool(gold and got and verify(gold, got))
     except ImportError:
+        if "\\" in a + b or "^" in b:                    # else it is plain text, and another
+            stop(f"answer {b[:40]!r}, got {a[:40]!r}: LaTeX is judged by math-verify: pip install math-verify",
+                 everywhere=True)
         return False
     except Exception:                                    # a parser's accident on model text is a wrong answer, no more
         return False
@@ -343,6 +347,8 @@ class Bar:
 @contextlib.contextmanager
 def safely(kept: str):
     """Ctrl-C and a full disk end with one line that says what is kept and how to go on; never a traceback."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)             # model.py had its own while torch came
     try:
         yield
     except KeyboardInterrupt:
@@ -350,9 +356,9 @@ def safely(kept: str):
             print(f"\ninterrupted; {kept}", file=sys.stderr, flush=True)
         os._exit(130)                                    # not sys.exit: other threads and ranks must not hold it up
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR):
+        if errno.errorcode.get(e.errno) not in "ENOSPC EDQUOT EFBIG EACCES EROFS EISDIR ENOTDIR".split():
             raise
-        stop(f"{e.filename or 'disk'}: {e.strerror}; {kept}")
+        stop(f"{e.filename or 'disk'}: {e.strerror}; {kept}", everywhere=True)
 
 
 def write_whole(path, content: bytes):
@@ -370,8 +376,9 @@ if __name__ == "__main__":
         print(__doc__)
         raise SystemExit(0 if len(sys.argv) == 2 else 2)
     source = sys.argv[1]
-    decoded = source.endswith(".jsonl") and {"decoding_order", "response_token_ids"} & next(lines(source))[1].keys()
-    found = [r for _, r in read_records(source, need_order=False)] if decoded else read_prompts(source)
+    with safely("nothing was to be kept"):
+        decoded = {"decoding_order", "response_token_ids"} & next(rows(source))[1].keys()
+        found = [r for _, r in read_records(source, need_order=False)] if decoded else read_prompts(source)
     print(f"{source}: {len(found)} items, {sum('decoding_order' in r for r in found)} of them trajectories, "
           f"{sum(r.get('answer') is not None for r in found)} with a gold answer, "
           f"{sum(r.get('correct') is True for r in found)} judged right, "

@@ -11,17 +11,19 @@ done once everything before its first EOS is filled. Letters: B rows, N canvas, 
 import collections
 import fcntl
 import json
+import mmap
 import os
 import time
 import zlib
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-
 import lora
 from data import Bar, check_record, first_end, judge, lines, prompt_ids, read_prompts, safely
-from model import Flags, load, load_tokenizer, read_config, stop
+from model import Flags, load, load_tokenizer, read_config, skeleton, stop
+
+# isort: split
+import numpy as np
+import torch
 
 
 def schedule(s) -> list[int]:
@@ -81,11 +83,17 @@ def unsure(logits, s):
     return H, top[:, 1] - top[:, 0]
 
 
-def choose(logits, s, noise=None):
+def choose(logits, s, generators=None):
     """(n, V) -> token (n,), its raw probability (n,), the mass beside it (n,): low = confident, to the last bit."""
+    if generators:                                       # one V-long draw a position: the same in any chunk and batch
+        noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+        for u, g in zip(noise, generators, strict=True):
+            u.uniform_(generator=g)
+        noise.log_().neg_().log_()                                                        # (n, V)  log(-log u)
+
     def draw(z):                                         # Gumbel-max in float64: argmax(z / T - log(-log u))
         z = trim(suppress(z, s), s)
-        return (z if noise is None else z.double() - torch.log(-torch.log(noise))).argmax(-1)
+        return (z.double() - noise if generators else z).argmax(-1)
 
     z = logits.float()
     token = draw(z)
@@ -102,7 +110,7 @@ def choose(logits, s, noise=None):
 def chunked(f, logits, *rest):
     """f over slices of at most 2^26 logits: the fp32 temporaries stay small whatever batch, block and vocabulary."""
     size = max(1, (1 << 26) // logits.shape[-1])
-    parts = [f(logits[i:i + size], *[r if r is None or not torch.is_tensor(r) else r[i:i + size] for r in rest])
+    parts = [f(logits[i:i + size], *[r[i:i + size] if isinstance(r, list) else r for r in rest])
              for i in range(0, len(logits), size)]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
@@ -135,11 +143,11 @@ def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
             on_step(live, T)
         H, score = chunked(unsure, logits, s)
         if not bool(H.isfinite().all()):
-            stop(f"{s.model}: the logits are not finite; the checkpoint or its dtype is broken")
+            stop(f"{s.model}: the logits are not finite; the checkpoint or its dtype is broken", everywhere=True)
         first = np.cumsum([0] + [len(row.candidates) for row in live])        # row b's share of n: first[b]:first[b+1]
         token = sure = None
         if s.score == "confidence" or s.threshold is not None:
-            token, sure, beside = chunked(choose, logits, s, noise(live, [len(r.candidates) for r in live], logits, s))
+            token, sure, beside = chunked(choose, logits, s, draws(live, [len(r.candidates) for r in live], device, s))
             score = beside if s.score == "confidence" else score
         if s.score == "random":
             score = torch.cat([torch.rand(len(r.candidates), generator=seeded(r, s, "/order")) for r in live])
@@ -154,7 +162,7 @@ def decode(model, prompts: list[tuple], s, batch_size: int = 16, on_step=None):
             picks.append(best[:plan[row.step]] if plan else best)
         if token is None:                                # the order did not need tokens: draw only the chosen ones
             chosen = torch.from_numpy(np.concatenate(picks)).to(device)
-            t, p, _ = chunked(choose, logits[chosen], s, noise(live, [len(k) for k in picks], logits, s))
+            t, p, _ = chunked(choose, logits[chosen], s, draws(live, [len(k) for k in picks], device, s))
             token, sure = t.new_zeros(len(logits)), p.new_zeros(len(logits))
             token[chosen], sure[chosen] = t, p
         token, sure = token.cpu().numpy(), sure.cpu().numpy()
@@ -173,13 +181,10 @@ def seeded(row, s, what="", device="cpu"):
     return torch.Generator(device).manual_seed(zlib.crc32(f"{s.seed}/{row.key}/{row.step}{what}".encode()))
 
 
-def noise(live, counts, logits, s):
-    """Uniform noise in float64 for `counts` positions of each row, or None at temperature 0."""
-    if s.temperature == 0:
-        return None
-    V, device = logits.shape[-1], logits.device
-    return torch.cat([torch.rand(c, V, generator=seeded(r, s, device=device), dtype=torch.float64, device=device)
-                      for r, c in zip(live, counts, strict=True)])
+def draws(live, counts, device, s):
+    """For each of n positions the generator of its row, `counts` positions a row; None at temperature 0."""
+    if s.temperature > 0:
+        return [g for r, c in zip(live, counts, strict=True) for g in [seeded(r, s, device=device)] * c]
 
 
 def make_settings(a, c, family: dict, end_ids: list[int]):
@@ -249,16 +254,9 @@ def finished_ids(path: str, head: dict) -> set[str]:
         return set()
     with open(path, "rb+") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        size = end = f.seek(0, os.SEEK_END)
-        while end:                                       # back to the last newline
-            start = max(0, end - 65536)
-            f.seek(start)
-            cut = f.read(end - start).rfind(b"\n")
-            end = start + cut + 1 if cut >= 0 else start
-            if cut >= 0:
-                break
-        if end < size:
-            f.truncate(end)
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        f.truncate(end)
         ids = set()
         for place, r in lines(path) if end else ():      # still under the lock: another rank's line may be half there
             check_record(place, r)
@@ -350,16 +348,24 @@ def run(a):
     head = dict(model=dict(name=a.model, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=tok.end_ids),
                 decode=dict(logged, raw_prompt=a.raw_prompt, adapter=a.adapter))
     pairs = encode_prompts(items, tok, c, s, a.raw_prompt)
-    mine = sorted(pairs, key=lambda kp: (-len(kp[1]), kp[0]))[rank::world]    # of the whole list: stable over restarts
+    if a.adapter:                                        # does it fit? Known before gigabytes are read
+        lora.load(skeleton(a.model), a.adapter)
+    # Shards of one to four batches, dealt to the ranks. One that a kill cut short is decoded anew in the same batches:
+    # a record is the same to the last digit after a kill, and on any number of ranks (of as many threads)
+    pairs = sorted(((str(items[n]["id"]), ids) for n, ids in pairs), key=lambda kp: -len(kp[1]))     # stable
+    size = a.batch_size * min(4, max(1, len(pairs) // (32 * a.batch_size)))   # of few prompts many ranks get some, too
+    shards = [pairs[i:i + size] for i in range(0, len(pairs), size)][rank::world]
     done = finished_ids(a.out, head) if a.out else set()
-    todo = [(str(items[n]["id"]), ids) for n, ids in mine if str(items[n]["id"]) not in done]
+    total, there = sum(map(len, shards)), sum(key in done for shard in shards for key, _ in shard)
     by_id = {str(it["id"]): it for it in items}
 
     model = load(a.model, device, dtype)
     if a.adapter:
         lora.load(model, a.adapter)
-    bar, start, tokens, valid = Bar(len(mine), "decode", len(mine) - len(todo)), time.time(), 0, 0
-    for n, row in enumerate(decode(model, todo, s, a.batch_size), 1):
+    rows = (row for shard in shards if any(key not in done for key, _ in shard)
+            for row in decode(model, shard, s, a.batch_size) if row.key not in done)
+    bar, start, tokens, valid = Bar(total, "decode", there), time.time(), 0, 0
+    for n, row in enumerate(rows, 1):
         record = make_record(row, by_id[row.key], tok, s, head)
         if a.out:
             append(a.out, record)
@@ -367,9 +373,9 @@ def run(a):
             print(f"{record['prompt']}\n{coloured(row, tok)}\n{row.step} steps; pale = early, dark = late, "
                   f"a dot = never needed; judged {record['correct']}")
         tokens, valid = tokens + int((row.order >= 0).sum()), valid + (record["correct"] is not False)
-        bar(len(mine) - len(todo) + n, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / n:.0f} % valid")
+        bar(there + n, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / n:.0f} % valid")
     if rank == 0 and a.out:
-        print(f"{a.out}: {len(todo)} decoded now, {len(mine) - len(todo)} were there"
+        print(f"{a.out}: {total - there} decoded now, {there} were there"
               + (f" (rank 0 of {world})" if world > 1 else ""))
 
 

@@ -10,14 +10,16 @@ import os
 import shutil
 from pathlib import Path
 
+from data import safely, write_whole
+from model import Flags, find, put, read_json, shards, stop, tensors
+
+# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
-from data import safely
-from model import Flags, find, put, read_json, shards, stop, tensors
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 
 PREFIX = "base_model.model."            # what peft puts before the hub's module path
 
@@ -100,7 +102,7 @@ def save(model: nn.Module, folder, base_name: str = ""):
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(found.values()))
     r = first.lora_A.shape[0]
-    save_file(state(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").write_bytes(to_bytes(state(model), metadata={"format": "pt"}))
     (folder / "adapter_config.json").write_text(json.dumps(dict(
         peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=r, lora_alpha=first.scale * r,
         lora_dropout=0.0, bias="none", target_modules=sorted({n.rsplit(".", 1)[-1] for n in found}),
@@ -126,7 +128,7 @@ def read(folder) -> tuple[dict, float, int]:
     found: dict = {}
     for key, value in flat.items():
         path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if kind not in ("A", "B") or value.ndim != 2 or value.shape["BA".index(kind) - 1] != r:
+        if kind not in ("A", "B") or value.ndim != 2 or value.shape[0 if kind == "A" else 1] != r:
             stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}")
         found.setdefault(path, {})[kind] = value
     odd = [p for p, ab in found.items() if len(ab) != 2]
@@ -164,7 +166,7 @@ def merge_checkpoint(name: str, adapter: str, out: str):
     found, scale, _ = read(adapter)
     if os.path.exists(out):
         stop(f"--out {out}: is there already; give a new folder")
-    source = find(name, ("*.json", "*.safetensors", "*.txt", "*.py", "*.jinja"))
+    source = find(name, "*.safetensors", "*.py")
     where, tmp = shards(source), Path(f"{out}.part")
     for path, ab in found.items():                       # all of it before the first byte is written
         file, shape = where.get(f"{path}.weight"), None
@@ -181,7 +183,7 @@ def merge_checkpoint(name: str, adapter: str, out: str):
             if ab:
                 w = (w.float() + scale * ab["B"].float() @ ab["A"].float()).to(w.dtype)
             merged[key] = w
-        save_file(merged, tmp / file.name, metadata={"format": "pt"})
+        write_whole(tmp / file.name, to_bytes(merged, metadata={"format": "pt"}))
         print(f"{file.name}: {len(merged)} tensors", flush=True)
     for file in source.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):

@@ -10,13 +10,23 @@ import argparse
 import functools
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+if Path(getattr(sys.modules["__main__"], "__file__", "/")).resolve().parent == Path(__file__).resolve().parent:
+    def interrupted(*_):                # Ctrl-C while torch is imported, which a script does after us; then data.safely
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, b"\ninterrupted before anything was written; run the same command again\n")
+        os._exit(130)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupted)
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 
 FAMILIES = {
     "llada": dict(
@@ -50,10 +60,12 @@ FAMILIES = {
 }
 
 
-def stop(message: str):
-    """A user's mistake: one line, exit code 2, no traceback. Every local rank makes the same one; the first tells."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
+def stop(message: str, everywhere: bool = False):
+    """A user's mistake: one line, exit code 2, no traceback. Every local rank makes the same one and the first tells;
+    everywhere: what a rank may meet alone, each tells its own."""
+    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+        who = f"rank {os.environ['RANK']}: " if everywhere and "RANK" in os.environ else ""
+        print(who + message, file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -174,18 +186,18 @@ class Model(nn.Module):
         return logits.view(B, T, -1) if at is None else logits
 
 
-def find(name: str, patterns=("*.json", "*.safetensors", "*.txt", "*.jinja")) -> Path:
-    """The local folder of a model: as it stands, or downloaded from the hub (weights and settings only, never code)."""
+def find(name: str, *more: str) -> Path:
+    """The local folder of a model: as it stands, or downloaded from the hub: its settings, and `more` files."""
     if os.path.isdir(name):
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         stop(f"{name}: no such folder; give a model folder or a hub name such as GSAI-ML/LLaDA-8B-Instruct")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.jinja", *more]))
     except Exception as e:
         stop(f"{name}: neither a folder here nor to be had from the hub ({type(e).__name__}); check the name and the "
-             f"network, or download it elsewhere and pass its folder")
+             f"network, or download it elsewhere and pass its folder", everywhere=True)
 
 
 def read_json(path: Path) -> dict:
@@ -225,7 +237,6 @@ def read_config(name: str):
 
 def shards(folder: Path) -> dict[str, Path]:
     """{tensor name: the safetensors file it is in}."""
-    from safetensors import SafetensorError, safe_open
     index, single, where = folder / "model.safetensors.index.json", folder / "model.safetensors", {}
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -247,7 +258,6 @@ def shards(folder: Path) -> dict[str, Path]:
 
 def tensors(where: dict[str, Path], device="cpu"):
     """(name, tensor), one at a time. A file is opened anew for each: a long-lived map would count as resident twice."""
-    from safetensors import SafetensorError, safe_open
     for key, path in sorted(where.items(), key=lambda kv: str(kv[1])):
         try:
             with safe_open(path, "pt", device=str(device)) as f:
@@ -256,12 +266,16 @@ def tensors(where: dict[str, Path], device="cpu"):
             stop(f"{path}: cannot read {key} ({e}); download it again")
 
 
+def skeleton(name: str) -> Model:
+    """The model without its weights: names and shapes, to find mistakes before gigabytes are read."""
+    with torch.device("meta"):
+        return Model(*read_config(name))
+
+
 def load(name: str, device="cpu", dtype=torch.float32) -> Model:
     """The model with its weights, frozen, in eval mode. Needs their memory once: made on meta, then assigned."""
-    c, family = read_config(name)
-    where = shards(c.folder)
-    with torch.device("meta"):
-        model = Model(c, family)
+    model = skeleton(name)
+    c, family, where = model.config, model.family, shards(find(name, "*.safetensors"))
     want = dict(model.named_parameters())                # a tied head is one parameter and appears once
     where.pop(family["head"] + ".weight" if c.tied else "", None)
     odd = [k for k in want if k not in where] or [k for k in where if k not in want]

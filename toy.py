@@ -20,15 +20,16 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+from data import Bar, judge, safely, write_whole
+from decode import decode, first_end
+from model import FAMILIES, Flags, Model, load_tokenizer, stop
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
-
-from data import Bar, judge, safely, write_whole
-from decode import decode, first_end
-from model import FAMILIES, Flags, Model, load_tokenizer, stop
 
 CONFIG = dict(model_type="llada", d_model=96, n_layers=3, n_heads=4, n_kv_heads=4, mlp_hidden_size=256,
               rope_theta=10000.0, rms_norm_eps=1e-5, max_sequence_length=128, weight_tying=False, include_bias=False,
@@ -85,14 +86,14 @@ def draw(domain: str, split: str, count: int, seed: int, flip: float) -> list[di
 def write_tokenizer(folder: Path):
     """A real tokenizer: a token a character, but for #### and the maps; its chat template is the bare prompt."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     t = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token="="))
     t.pre_tokenizer = pre_tokenizers.Split(Regex(r"####|\+\d|\*\d|."), "isolated")
     t.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
-                                   mask_token="<|mask|>")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    fast.save_pretrained(folder)
+    t.add_special_tokens(VOCAB[:2])
+    write_whole(folder / "tokenizer.json", t.to_str(pretty=True).encode())
+    write_whole(folder / "tokenizer_config.json", json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", mask_token=VOCAB[0], eos_token=VOCAB[1], pad_token=VOCAB[1],
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"), indent=2).encode())
 
 
 def encode(items: list[dict], tok):
@@ -130,8 +131,10 @@ def main():
     p.add_argument("--save-every", type=int, default=100, help="steps between resume points")
     p.add_argument("--test-prompts", type=int, default=1000, help="a domain")
     a = p.parse_args()
-    if not 0 < a.target <= 1 or min(a.max_steps, a.batch_size, a.save_every, a.test_prompts) < 1:
-        stop(f"--target {a.target}: lies in (0, 1]; steps, sizes and counts are at least 1")
+    if not (0 < a.target <= 1 and 0 < a.lr < math.inf and a.seed >= 0 and 1 <= a.test_prompts <= 10000
+            and min(a.max_steps, a.batch_size, a.save_every) >= 1):
+        stop(f"--target {a.target} --lr {a.lr} --seed {a.seed} --test-prompts {a.test_prompts}: the target lies in (0, "
+             f"1], lr is positive, the seed not negative, steps and counts at least 1, test prompts at most 10000")
     out, settings = Path(a.out), {k: v for k, v in vars(a).items() if k not in ("out", "save_every")}
     with safely(f"{out} keeps the last resume point; run the same command again to go on"):
         out.mkdir(parents=True, exist_ok=True)
