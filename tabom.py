@@ -7,6 +7,7 @@
 to be surer of tokens decoded earlier than of tokens decoded later (pairwise hinge on entropies). Departures from the
 paper: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, W window, n positions scored.
 """
+import contextlib
 import datetime
 import json
 import math
@@ -20,18 +21,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import lora
+from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
+from decode import place_of_work
+from model import Flags, load, load_tokenizer, read_config, skeleton, stop
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
-from torch.utils.checkpoint import checkpoint
-
-import lora
-from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
-from decode import place_of_work
-from model import Flags, load, load_tokenizer, read_config, stop
 
 # ---------------------------------------------------------------- the objective
 
@@ -55,10 +56,9 @@ class TokenStats(torch.autograd.Function):
         return grad.scatter_add_(-1, x0[:, None], -g_ce[:, None]).to(ctx.dtype), None
 
 
-def tabom_loss(logits, x0, slot, valid, lam, gamma, h_slot=None):
-    """Eq. 9 for each sample: logits (n, V); x0 (n,); slot (B, W): row of logits of the window's w-th token in decoding
-    order; valid (B, W): False where the window is short; h_slot: other rows for h (--rank-context exact)."""
-    ce, h = TokenStats.apply(logits, x0)                                         # (n,)
+def tabom_loss(ce, h, slot, valid, lam, gamma, h_slot=None):
+    """Eq. 9 for each sample, of TokenStats' ce and h (n,); slot (B, W): where the window's w-th token in decoding order
+    is among the n; valid (B, W): False where the window is short; h_slot: other places for h (--rank-context exact)."""
     ce    = ce[slot].where(valid, 0).sum(1) / valid.sum(1)                       # (B,)       Eq. 9, first term
     h     = h[slot if h_slot is None else h_slot].where(valid, 0)                # (B, W)     h(r): predictive entropy
     gap   = h[:, :, None] - h[:, None, :] + gamma                                # (B, W, W)  gap[b, r, s] of Eq. 8
@@ -76,7 +76,7 @@ def t3d_loss(logits, ref_logits, x0, slot, valid, a=0.5, b=0.1, c=0.2):
     ref, _ = TokenStats.apply(ref_logits, x0)                                    # (n,)
     ce1, ref1 = TokenStats.apply(logits, x1)[0], TokenStats.apply(ref_logits, x1)[0]
     K = valid.sum(1)                                                             # (B,)  masked tokens of each sample
-    mean = lambda v: v[slot].where(valid, 0).sum(1) / K                          # noqa: E731  (n,) -> (B,)
+    mean = lambda v: v[slot].where(valid, 0).sum(1) / K                          # (n,) -> (B,)
     good, bad = mean(ref - ce), mean(ref1 - ce1)                                 # (B,)  l(x) - l_ref(x)
     count = torch.arange(1, slot.shape[1] + 1, device=slot.device)               # (K,)
     level = ce[slot].where(valid, 0).cumsum(1) / count                           # (B, K)  mean CE of the first s
@@ -131,19 +131,53 @@ def exact_rows(r, visible, targets):
     return rows, [place[int(t)] for t in targets]
 
 
+class Kept(torch.autograd.Function):
+    """Values (m,) whose gradients (m, P) were taken when they were computed, so that their graphs could go."""
+    @staticmethod
+    def forward(ctx, values, grads, *params):
+        ctx.save_for_backward(grads)
+        ctx.shapes = [p.shape for p in params]
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        parts = (g @ ctx.saved_tensors[0]).split([s.numel() for s in ctx.shapes])
+        return None, None, *(x.view(s) for x, s in zip(parts, ctx.shapes, strict=True))
+
+
+def by_state(model, rows, place, mask_id: int, device):
+    """The window's mean CE (1,) and entropies (W,) with the memory of one state and no second forward: the hinge's
+    weights want every entropy first, so each one's gradient is kept till then, as large as the adapter."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    values, n = params[0].new_empty(1 + len(place)), 0
+    grads = params[0].new_empty(len(values), sum(p.numel() for p in params))     # (1 + W, P)
+    for k, row in enumerate(rows):
+        ids, real, at, x0, slot, _ = collate([row], mask_id, device)
+        ce, h = TokenStats.apply(model(ids, real, at), x0)                       # (n,)
+        wanted = [ce.mean()] * (k == 0) + [h[slot[0, w]] for state, w in place if state == k]
+        for y in wanted:                                                         # place is in decoding order: so is h
+            own = torch.autograd.grad(y, params, retain_graph=y is not wanted[-1])
+            values[n], grads[n], n = y.detach(), torch.cat([g.flatten() for g in own]), n + 1
+    values = Kept.apply(values, grads, *params)
+    return values[:1], values[1:]
+
+
 def batch_loss(model, batch: list, a, mask_id: int, device):
     """Losses (B,) of (record, visible, targets), and what to log: ce, rank, pairs in order, pairs, tokens fed."""
     zero = torch.zeros(len(batch), device=device)
     if a.method == "tabom" and a.rank_context == "exact" and a.lam > 0:
         (r, visible, targets), = batch
         rows, place = exact_rows(r, visible, targets)
-        ids, real, at, x0, slot, _ = collate(rows, mask_id, device)              # ids (S, T): S <= W states
-        run = lambda *x: model(*x)                                               # noqa: E731
-        parts = [(checkpoint(run, *x, use_reentrant=False) if a.exact_chunk < len(ids) else run(*x))
-                 for x in zip(*(t.split(a.exact_chunk) for t in (ids, real, at)), strict=True)]
-        h_slot = torch.stack([slot[k, w] for k, w in place])[None]               # (1, W)
-        W = torch.ones(1, len(targets), dtype=torch.bool, device=device)
-        return *tabom_loss(torch.cat(parts), x0, slot[:1, :len(targets)], W, a.lam, a.gamma, h_slot), real.sum()
+        valid = torch.ones(1, len(targets), dtype=torch.bool, device=device)     # (1, W)
+        if len(rows) > a.exact_chunk:
+            ce, h = by_state(model, rows, place, mask_id, device)                # (1,), (W,)
+            slot, h_slot = valid.long() - 1, valid.long().cumsum(1) - 1          # (1, W): all 0; 0 .. W - 1
+        else:
+            ids, real, at, x0, slot, _ = collate(rows, mask_id, device)          # ids (S, T): S <= W states
+            ce, h = TokenStats.apply(model(ids, real, at), x0)                   # (n,)
+            slot, h_slot = slot[:1, :len(targets)], torch.stack([slot[k, w] for k, w in place])[None]
+        fed = torch.tensor(sum(len(p) + len(x) for p, x, *_ in rows), device=device)
+        return *tabom_loss(ce, h, slot, valid, a.lam, a.gamma, h_slot), fed
     ids, real, at, x0, slot, valid = collate([(r.prompt, r.ids, v, t) for r, v, t in batch], mask_id, device)
     logits = model(ids, real, at)                                                # (n, V): the head sees targets alone
     if a.method == "t3d":
@@ -151,7 +185,8 @@ def batch_loss(model, batch: list, a, mask_id: int, device):
             ref = model(ids, real, at)                                           # (n, V)
         loss, ce = t3d_loss(logits, ref, x0, slot, valid)
         return loss, ce, zero, zero, zero, real.sum()
-    return *tabom_loss(logits, x0, slot, valid, a.lam if a.method == "tabom" else 0.0, a.gamma), real.sum()
+    ce, h = TokenStats.apply(logits, x0)                                         # (n,)
+    return *tabom_loss(ce, h, slot, valid, a.lam if a.method == "tabom" else 0.0, a.gamma), real.sum()
 
 
 def epoch_batches(lengths: np.ndarray, size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -176,17 +211,20 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 def read_data(a, c, tok, rank: int) -> list:
     """Records ready to train on; says how many were left out, and why."""
-    kept, out = [], {}
+    kept, out, named = [], {}, None
     for number, (place, r) in enumerate(read_records(a.data, need_order=a.method != "sft")):
         if a.limit and number >= a.limit:
             break
-        if r.get("model") and (r["model"]["mask_id"], r["model"]["vocab_size"]) != (c.mask_id, c.vocab):
-            m = r["model"]
+        m = r.get("model")
+        if m and (m["mask_id"], m["vocab_size"]) != (c.mask_id, c.vocab):
             stop(f"{place}: decoded by {m['name']} (mask {m['mask_id']}, vocabulary {m['vocab_size']}), but {c.name} "
                  f"has mask {c.mask_id}, vocabulary {c.vocab}; pass the --model of the trajectories")
+        if m and m["name"] != (named := named or m["name"]):
+            stop(f"{place}: decoded by {m['name']}, those before by {named}; a file must be of one model, split it")
         prompt = r.get("prompt_token_ids") or prompt_ids(tok, r)
         if "response_token_ids" in r:
-            ids, order = np.array(r["response_token_ids"]), np.array(r["decoding_order"])
+            ids = np.array(r["response_token_ids"])
+            order = np.array(r.get("decoding_order", -(ids == c.mask_id).astype(int)))   # sft needs none
         else:                                            # ground truth: answer, end of turn, EOS to the canvas
             ids = tok(r["response"], add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
             if len(ids) > a.length and not a.all:
@@ -212,6 +250,8 @@ def read_data(a, c, tok, rank: int) -> list:
         stop(f"{a.data}: no record to train on ({told}); decode more prompts, or --all keeps unfinished and wrong ones")
     if rank == 0:
         print(f"{a.data}: {len(kept)} records" + (f", left out {told}" if told else ""), flush=True)
+        if named and os.path.normpath(named) != os.path.normpath(c.name):
+            print(f"{a.data}: decoded by {named}, not by {c.name}: is it the same model?", flush=True)
     return kept
 
 
@@ -225,6 +265,17 @@ def write_folder(path: Path, write):
         with open(file, "rb") as f:
             os.fsync(f.fileno())
     os.rename(tmp, path)
+
+
+@contextlib.contextmanager
+def together(place: str, timeout: float):
+    """What all ranks do at once: one that is lost or hangs ends the job with a line."""
+    try:
+        yield
+    except RuntimeError as e:
+        print(f"{place}: another rank died, or did not answer for --timeout {timeout:g} minutes "
+              f"({str(e)[:80].partition(chr(10))[0]}); --resume goes on", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def flags():
@@ -243,7 +294,7 @@ def flags():
     g.add_argument("--gamma", type=float, default=0.2, help="margin of the hinge, nats (default 0.2)")
     g.add_argument("--rank-context", choices=["start", "exact"], default="start",
                    help="entropies at U_t, or just before each token")
-    g.add_argument("--exact-chunk", type=int, default=64, help="states a forward of exact; below W it recomputes")
+    g.add_argument("--exact-chunk", type=int, default=8, help="exact: states kept at once; of more, each goes alone")
     g.add_argument("--tail", choices=["keep", "drop"], default="keep", help="tokens after the first EOS as targets")
     g = p.add_argument_group("LoRA and optimiser")
     g.add_argument("--rank", type=int, default=16, help="LoRA r (default 16)")
@@ -261,14 +312,13 @@ def flags():
     g = p.add_argument_group("machine")
     g.add_argument("--dtype", choices=["bf16", "fp32"], help="of the base (default: bf16 on CUDA, fp32 on CPU)")
     g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block: less memory, a third slower")
-    g.add_argument("--compile", action="store_true", help="torch.compile the model")
     g.add_argument("--resume", action="store_true", help="go on from the last resume point in --out")
     g.add_argument("--save-every", type=int, default=100, help="steps between resume points (default 100)")
     g.add_argument("--log-every", type=int, default=10, help="steps between printed lines; log.jsonl has all")
     g.add_argument("--timeout", type=float, default=30, help="minutes until a hanging rank ends the job (default 30)")
     a = p.parse_args()
     for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1,
-                          max_steps=0, batch_size=1, grad_accum=1, save_every=1, log_every=1, timeout=0, length=2,
+                          max_steps=0, batch_size=1, grad_accum=1, save_every=1, log_every=1, timeout=0.01, length=2,
                           weight_decay=0, seed=0, limit=0).items():
         if not getattr(a, flag) >= low or getattr(a, flag) == math.inf:
             stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}")
@@ -292,32 +342,34 @@ def main():
     name = a.model or first.get("model", {}).get("name") or stop(f"{a.data}: names no model; pass --model")
     c, _ = read_config(name)
     tok = load_tokenizer(name)
+    lora.wrap(skeleton(name), a.targets, a.rank)
     records = read_data(a, c, tok, rank)
-    free = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum")   # may change on the way
+    free = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint",
+            "exact_chunk")                               # may change on the way
     same = {k: v for k, v in vars(a).items() if k not in free}
     same |= dict(data=os.path.basename(a.data), records=len(records), model=os.path.basename(os.path.normpath(name)),
                  global_batch=a.batch_size * a.grad_accum * world)
     head = json.loads(log.read_text().partition("\n")[0]) if log.exists() else {}
     for k, was in head.get("settings", {}).items():
-        if same.get(k) != was:
-            stop(f"--out {out}: is of a run with {k} {was!r}, now it is {same.get(k)!r}; "
+        if k in same and same[k] != was:
+            stop(f"--out {out}: is of a run with {k} {was!r}, now it is {same[k]!r}; "
                  f"use those settings, or another --out")
 
     if world > 1:                        # torchrun's restarts share one key store: a prefix each
         wait, attempt = datetime.timedelta(minutes=a.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if os.environ.get("LOCAL_WORLD_SIZE") != str(world):
             attempt = "0"                # nodes count restarts each for itself
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
-        dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=wait)
+        with together(f"rank {rank}, start", a.timeout):
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+            dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world,
+                                    timeout=wait)
+            dist.barrier()               # all have looked at --out before rank 0 writes there
     if "cuda" in device:
         torch.set_float32_matmul_precision("high")
     model = load(name, device, dtype)
     params = lora.wrap(model, a.targets, a.rank, a.alpha, a.seed)
     model.train()
     model.grad_checkpoint = a.grad_checkpoint
-    if a.compile:
-        model.compile(dynamic=True)
     opt = torch.optim.AdamW(params, lr=a.lr, weight_decay=a.weight_decay)
     names = list(lora.state(model))                                                      # in the order of params
 
@@ -378,13 +430,9 @@ def main():
             sums += torch.stack([x.detach().sum().double() for x in parts])
         grad = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
         if world > 1:                                                                    # sums: already global means
-            try:
+            with together(f"rank {rank}, step {step + 1}", a.timeout):
                 for t in (grad, losses, sums):
                     dist.all_reduce(t)
-            except RuntimeError as e:
-                print(f"rank {rank}, step {step + 1}: another rank died, or did not answer for --timeout {a.timeout:g} "
-                      f"minutes ({str(e).splitlines()[0][:80]}); --resume goes on", file=sys.stderr, flush=True)
-                os._exit(1)
         gnorm = grad.norm()
         if not bool(losses.isfinite().all() & gnorm.isfinite()):
             bad = [records[chosen[i]].id for i in (~losses.isfinite()).nonzero()[:, 0].tolist()]
@@ -423,8 +471,9 @@ def main():
     if rank == 0:
         print(f"{out}: adapter in {out}/epoch-{(total - 1) // per_epoch + 1}", flush=True)
     if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+        with together(f"rank {rank}, end", a.timeout):
+            dist.barrier()
+            dist.destroy_process_group()
 
 
 def commit() -> str:
