@@ -13,8 +13,8 @@ PYTHON=${PYTHON:-}              # an existing environment's python; empty = make
 JOBS=${JOBS:-2}                 # single-thread processes side by side: beats one process with two threads
 GPUS=${GPUS:-8}
 DRY_RUN=${DRY_RUN:-}
-BASES=${BASES:-"0 1 2"}         # paper-toy: pretraining seeds
-SEEDS=${SEEDS:-2}               # paper-toy: training seeds on each base (all different)
+BASES=${BASES:-"0 1 2 3 4"}     # paper-toy: pretraining seeds
+SEEDS=${SEEDS:-1}               # paper-toy: training seeds on each base (all different)
 TOY="--length 26 --batch-size 64"
 TRAIN="--window 4 --batch-size 64 --warmup 20 --max-steps 200 --save-every 1000 --log-every 100"
 
@@ -88,12 +88,12 @@ export -f base measure
 export PYTHON OUT TOY TRAIN
 
 toy() {
-    local d=$OUT/toy/base0 labels="sft-gt sft-sd dinfer t3d tabom"
+    local d=$OUT/toy/base1 labels="sft-gt sft-sd dinfer t3d tabom"
     export OMP_NUM_THREADS=1 TEST_PROMPTS=${TEST_PROMPTS:-300} PICTURES=1
     say "1/4 a base model from nothing, and its own answers to 3,000 prompts"
-    base 0 "$d"
+    base 1 "$d"                 # of the study's bases one that can do something at two tokens a step
     say "2/4 five ways to post-train it, 200 steps each"
-    for m in $labels; do echo "$m"; done | xargs -P "$JOBS" -I{} bash -ec 'train {} "$0" 0 $(flags_of {} "$0") --lr 1e-3 && echo "{} trained" >&2' "$d"
+    for m in $labels; do echo "$m"; done | xargs -P "$JOBS" -I{} bash -ec 'train {} "$0" 0 $(flags_of {} "$0") --lr 3e-3' "$d"
     say "3/4 accuracy at 1 and 2 tokens a step, TDS, order"
     measure "$d" full
     measure "$d" full $(for m in $labels; do echo "$m@0"; done)
