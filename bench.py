@@ -11,6 +11,7 @@ moves a ratio less than a time. Letters: B batch, T length, N canvas, P prompt, 
 """
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import lora
 import tabom
@@ -136,10 +138,16 @@ def our_step(model, params, opt, batch, *exact) -> float:
     return finish(our_loss(model, batch, *exact), params, opt)
 
 
+def eager(q, k, v, attn_mask=None):
+    """Attention as the release asks for by default: every score written out, masked, and through an fp32 softmax."""
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])                              # (B, H, T, T)
+    scores = scores if attn_mask is None else scores + torch.zeros(()).where(attn_mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+
 def plain_step(model, params, opt, batch) -> float:
-    """The release's way: prompts padded to 256, attention by matrix products, the head over every position, an fp32
-    softmax with 1e-10 inside the log over every response position, a loop over samples with a matrix of pairs each."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    """The release's way: prompts padded to 256, eager attention, the head over every position, Dream's shift as a copy
+    of all logits, an fp32 softmax with 1e-10 inside the log over every response position, a loop over samples."""
     B, N = len(batch), len(batch[0][0].ids)
     P = 256 if N == WORK["N"] else len(batch[0][0].prompt)
     ids, real = torch.full((B, P + N), EOS), torch.zeros(B, P + N, dtype=torch.bool)
@@ -148,8 +156,13 @@ def plain_step(model, params, opt, batch) -> float:
         real[b, P - len(r.prompt):], window[b, targets] = True, True
         ids[b, P - len(r.prompt):P] = torch.from_numpy(r.prompt)
         ids[b, P:] = torch.where(torch.from_numpy(visible), x0[b], MASK)
-    with sdpa_kernel(SDPBackend.MATH):
-        logits = torch.nan_to_num(model(ids, real).float())[:, P:]                       # (B, N, V)
+    family = model.family
+    with mock.patch.object(F, "scaled_dot_product_attention", eager), mock.patch.object(
+            model, "family", dict(family, shift=False)):
+        logits = torch.nan_to_num(model(ids, real).float())                              # (B, P + N, V)
+    if family["shift"]:
+        logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
+    logits = logits[:, P:]                                                               # (B, N, V)
     p, ranks = logits.softmax(-1), []
     h = -(p * torch.log(p + 1e-10)).sum(-1)                                              # (B, N)
     for b, (_, _, targets) in enumerate(batch):

@@ -55,11 +55,14 @@ def trim(z, s):
     """(n, V) logits -> logits of the distribution tokens are drawn from: temperature, top-p, top-k, in this order."""
     if s.temperature > 0:
         z = z / s.temperature
-    if s.top_p < 1:                                      # the token that crosses p is kept
-        top, idx = z.sort(-1, descending=True)
-        p = top.softmax(-1)
-        cut = p.cumsum(-1) - p > s.top_p
-        z = z.masked_fill(torch.zeros_like(cut).scatter(-1, idx, cut), -torch.inf)
+    if s.top_p < 1:
+        for k in (min(64, z.shape[-1]), z.shape[-1]):    # nearly always among the first 64: sorting V is slow
+            top, idx = z.topk(k)
+            p = (top - z.logsumexp(-1, keepdim=True)).exp()                               # (n, k)
+            if bool((p.sum(-1) > s.top_p).all()):
+                break
+        top = top.masked_fill(p.cumsum(-1) - p > s.top_p, -torch.inf)    # the token that crosses p is kept
+        z = torch.full_like(z, -torch.inf).scatter_(-1, idx, top)
     if 0 < s.top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(s.top_k).values[:, -1:], -torch.inf)
     return z

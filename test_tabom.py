@@ -1071,6 +1071,19 @@ def test_mask_token_is_never_chosen(family, flags, folders):
     assert (run(Table(z), [[1]], settings(folders[family], "--length 6 " + flags))[0].canvas == 7).all()
 
 
+def test_nucleus_of_a_large_vocabulary_equals_sorting_it_all():
+    s, rng = SimpleNamespace(temperature=0.5, top_p=0.9, top_k=0), np.random.default_rng(0)
+    for sharp in (20, 5, 0.1):                           # within the first 64 tokens, in part, nowhere near
+        z = torch.from_numpy(sharp * rng.normal(size=(5, 300)))
+        for row, got in zip(z / 0.5, decode.trim(z, s), strict=True):
+            p, mass, kept = row.softmax(0), 0.0, set()
+            for v in p.argsort(descending=True).tolist():
+                if mass <= 0.9:
+                    kept.add(v)
+                mass += p[v].item()
+            assert set((got > -math.inf).nonzero()[:, 0].tolist()) == kept and all(got[v] == row[v] for v in kept)
+
+
 def test_draws_follow_temperature_then_top_p_then_top_k(folders):
     """4000 positions with the same logits: shares of the tokens against the distribution worked out by hand."""
     i, N = ids_of("llada"), 4000
