@@ -439,9 +439,11 @@ def hours(a, c, title: str, prompts: int, B: int, P: int, N: int, W: int):
                                  ("tabom --rank-context exact *", kept, W * B * train_flops(c, 1, P + N, 2))):
         steps = 5 * -(-samples // (B * a.ranks))
         rows.append([f"train {name}: 5 epochs of {samples:,}", flops / 1e12, steps, steps * flops / hour])
-    for name, (count, *lengths) in QUESTIONS.items():    # 1 and 2 tokens a step: 1.5 times the forwards
-        flops, count = 1.5 * answer(lengths[a.plan == "llada"]), 6 * count
+    for name, (count, *lengths) in QUESTIONS.items():    # gsm8k also at 2 tokens a step: half the forwards again
+        flops, count = (1.5 if name == "gsm8k" else 1) * answer(lengths[a.plan == "llada"]), 6 * count
         rows.append([f"evaluate {name}: base and 5 methods", flops / 1e12, count, count * flops / hour / a.ranks])
+    count = 6 * (256 + 64 * a.ranks)                     # every rank looks at all 64 trajectories again
+    rows.append(["evaluate TDS: base and 5 methods", answer(N) / 1e12, count, count * answer(N) / hour / a.ranks])
     rows.append(["sum, without *", "", "", sum(r[3] for r in rows if "*" not in r[0])])
     table(f"Estimate{title}, {a.ranks} GPUs that achieve {a.gpu_tflops:g} TFLOP/s each; no answer ends early",
           ["", "TFLOP, of a step on one GPU or an answer", "steps or answers", "hours"], rows)

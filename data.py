@@ -9,6 +9,7 @@ A source is a JSONL or parquet file, or a data set of the paper by name (SOURCES
 import ast
 import contextlib
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -140,6 +141,9 @@ def read_prompts(source: str, limit: int = 0) -> list[dict]:
         it = item(place, row, number)
         if str(it["id"]) in seen:
             stop(f"{place}: id {it['id']!r} stands twice; ids must differ")
+        latex = it["kind"] != "code" and re.search(r"[\\^]", str(it["answer"]))
+        if latex and not importlib.util.find_spec("math_verify"):
+            stop(f"{place}: answer {it['answer'][:40]!r}: LaTeX is judged by math-verify: pip install math-verify")
         seen.add(str(it["id"]))
         items.append(it)
     return items
@@ -289,11 +293,6 @@ def same_answer(a: str, b: str) -> bool:
         from math_verify import LatexExtractionConfig, parse, verify
         gold, got = (parse(f"\\boxed{{{s}}}", [LatexExtractionConfig()]) for s in (b, a))
         return bool(gold and got and verify(gold, got))
-    except ImportError:
-        if "\\" in a + b or "^" in b:                    # else it is plain text, and another
-            stop(f"answer {b[:40]!r}, got {a[:40]!r}: LaTeX is judged by math-verify: pip install math-verify",
-                 everywhere=True)
-        return False
     except Exception:                                    # a parser's accident on model text is a wrong answer, no more
         return False
 
@@ -352,8 +351,9 @@ def safely(kept: str):
     try:
         yield
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\ninterrupted; {kept}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):               # whoever read our lines may be gone already
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"\ninterrupted; {kept}", file=sys.stderr, flush=True)
         os._exit(130)                                    # not sys.exit: other threads and ranks must not hold it up
     except OSError as e:
         if errno.errorcode.get(e.errno) not in "ENOSPC EDQUOT EFBIG EACCES EROFS EISDIR ENOTDIR".split():

@@ -57,12 +57,12 @@ def trim(z, s):
         z = z / s.temperature
     if s.top_p < 1:
         for k in (min(64, z.shape[-1]), z.shape[-1]):    # nearly always among the first 64: sorting V is slow
-            top, idx = z.topk(k)
+            top = z.topk(k).values
             p = (top - z.logsumexp(-1, keepdim=True)).exp()                               # (n, k)
             if bool((p.sum(-1) > s.top_p).all()):
                 break
-        top = top.masked_fill(p.cumsum(-1) - p > s.top_p, -torch.inf)    # the token that crosses p is kept
-        z = torch.full_like(z, -torch.inf).scatter_(-1, idx, top)
+        low = top.masked_fill(p.cumsum(-1) - p > s.top_p, torch.inf).amin(-1, keepdim=True)   # the one that crosses p
+        z = z.masked_fill(z < low, -torch.inf)           # and its equals: no sort's whim decides
     if 0 < s.top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(s.top_k).values[:, -1:], -torch.inf)
     return z
@@ -248,17 +248,31 @@ def append(path: str, record: dict):
             raise
 
 
+def cut_off(line: bytes) -> bool:
+    """Is it the start of a record that a kill cut short, and not somebody's file of one line?"""
+    try:
+        json.loads(line)
+        return False
+    except ValueError:
+        return line.startswith(b'{"id": ')
+
+
 def finished_ids(path: str, head: dict) -> set[str]:
     """Ids already in the file; a last line that a kill cut off is removed, another run's file refused."""
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
         fault = "is a folder" if os.path.isdir(path) else "its folder is not there"
         stop(f"--out {path}: {fault}; give a file in an existing folder")
-    if not os.path.exists(path) or not os.path.getsize(path):
+    if not os.path.exists(path):
         return set()
     with open(path, "rb+") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
+        if not os.fstat(f.fileno()).st_size:
+            return set()
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
+            end, first = content.rfind(b"\n") + 1, content[:content.find(b"\n") + 1]
+            rest = content[end:]
+        if not (b'"decoding_order": ' in first if end else cut_off(rest)):
+            stop(f"--out {path}: is there and holds no trajectories; give another --out")
         f.truncate(end)
         ids = set()
         for place, r in lines(path) if end else ():      # still under the lock: another rank's line may be half there
@@ -353,10 +367,10 @@ def run(a):
     pairs = encode_prompts(items, tok, c, s, a.raw_prompt)
     if a.adapter:                                        # does it fit? Known before gigabytes are read
         lora.load(skeleton(a.model), a.adapter)
-    # Shards of one to four batches, dealt to the ranks. One that a kill cut short is decoded anew in the same batches:
-    # a record is the same to the last digit after a kill, and on any number of ranks (of as many threads)
-    pairs = sorted(((str(items[n]["id"]), ids) for n, ids in pairs), key=lambda kp: -len(kp[1]))     # stable
-    size = a.batch_size * min(4, max(1, len(pairs) // (32 * a.batch_size)))   # of few prompts many ranks get some, too
+    # Shards of four batches, smaller if not every rank would get one. A shard that a kill cut short is decoded anew in
+    # the same batches: the same command ends in the same records, to the last digit
+    pairs = [(str(items[n]["id"]), ids) for n, ids in pairs]
+    size = min(4 * a.batch_size, -(-len(pairs) // world)) or 1
     shards = [pairs[i:i + size] for i in range(0, len(pairs), size)][rank::world]
     done = finished_ids(a.out, head) if a.out else set()
     total, there = sum(map(len, shards)), sum(key in done for shard in shards for key, _ in shard)

@@ -39,7 +39,7 @@ train() {                       # train LABEL BASE-FOLDER SEED FLAGS...: one ada
     local out="$base/runs/$label@$seed"
     [ -f "$out/done" ] && return
     "$PYTHON" tabom.py --out "$out" --resume --seed "$seed" --model "$base/model" $TRAIN "$@" 2>&1 |
-        tee "$out.log" | sed -u "s|^step|$label@$seed step|" >&2
+        (trap '' INT; tee "$out.log" | sed -u "s|^step|$label@$seed step|" >&2) || return 1
     touch "$out/done"
 }
 
@@ -143,20 +143,20 @@ paper() {                       # paper dream|llada math|code: from the data set
         dream-math) gamma=0.1 ;; dream-code) lr=1e-4 lam=2 gamma=0.1 ;; llada-math) gamma=0.2 ;; llada-code) gamma=0.3 ;; esac
     "$PYTHON" bench.py --plan "$family" --ranks "$GPUS" --prompts $([ "$domain" = math ] && echo 12000 || echo 17000) >&2   # estimated cost
     do_or_say mkdir -p "$d"
-    local run="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS" adapters="" m
-    do_or_say $run decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
+    local run=("$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS") adapters=() m
+    do_or_say "${run[@]}" decode.py --model "$model" --prompts "$data" --limit "$limit" --out "$d/traj.jsonl"
     for m in "sft-gt --method sft --data $data --limit $limit" "sft-sd --method sft" "dinfer --method dinfer" \
              "t3d --method t3d" "tabom --lam $lam --gamma $gamma"; do
-        do_or_say $run tabom.py --model "$model" --lr "$lr" --resume --data "$d/traj.jsonl" --out "$d/${m%% *}" ${m#* }   # the last --data counts
-        adapters="$adapters ${m%% *}=$d/${m%% *}/epoch-5"
+        do_or_say "${run[@]}" tabom.py --model "$model" --lr "$lr" --resume --data "$d/traj.jsonl" --out "$d/${m%% *}" ${m#* }   # the last --data counts
+        adapters+=("${m%% *}=$d/${m%% *}/epoch-5")
     done
-    local eval="eval.py --model $model --adapter $adapters"
-    do_or_say $run $eval --tasks "$tasks" --out "$d/results"
-    do_or_say $run $eval --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-a-step"
-    do_or_say $run $eval --prompts gsm8k --limit 256 --tds 64 --pictures --out "$d/tds"
+    run+=(eval.py --model "$model" --adapter "${adapters[@]}")
+    do_or_say "${run[@]}" --tasks "$tasks" --out "$d/results"
+    do_or_say "${run[@]}" --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-a-step"
+    do_or_say "${run[@]}" --prompts gsm8k --limit 256 --tds 64 --pictures --out "$d/tds"
     echo "# code tasks run what the model wrote, inside the harness, so they want your consent: RUN_UNSAFE_CODE=1" >&2
     if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
-        do_or_say env HF_ALLOW_CODE_EVAL=1 $run $eval --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
+        do_or_say env HF_ALLOW_CODE_EVAL=1 "${run[@]}" --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
     fi
 }
 

@@ -8,6 +8,7 @@ Checkpoints are tiny, random and made on the fly (`tiny`). Letters: B rows, T le
 import argparse
 import builtins
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -846,11 +847,14 @@ def test_code_must_parse(text, verdict):
     assert data.judge(text, False, None, "code") is False
 
 
-def test_latex_without_its_package_is_not_judged_wrong(monkeypatch, refused):
+def test_latex_without_its_package_is_refused_at_once(monkeypatch, tmp_path, refused):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name))
+    for answer in ("\\frac{2}{4}", "x^2"):
+        with refused("p.jsonl:2", answer[1:], "pip install math-verify"):
+            data.read_prompts(write_lines(tmp_path / "p.jsonl", [dict(prompt="a", answer="2"),
+                                                                 dict(prompt="b", answer=answer)]))
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    for text, answer in (("\\boxed{\\frac{1}{2}}", "\\frac{2}{4}"), ("\\boxed{\\sqrt{4}}", "2"), ("#### x", "x^2")):
-        with refused(answer, "pip install math-verify"):
-            data.judge(text, True, answer, "math")
     assert data.judge("#### 7", True, "7", "math") and not data.judge("#### yes", True, "no", "math")
 
 
@@ -1073,6 +1077,10 @@ def test_mask_token_is_never_chosen(family, flags, folders):
 
 def test_nucleus_of_a_large_vocabulary_equals_sorting_it_all():
     s, rng = SimpleNamespace(temperature=0.5, top_p=0.9, top_k=0), np.random.default_rng(0)
+    tied = torch.cat([torch.zeros(1, 300), torch.full((1, 300), -50.0)])     # the sharp row has 40 equals at its edge
+    tied[1, :40], tied[1, 7] = 0.0, 1.0
+    alone, beside = decode.trim(tied[1:], s)[0], decode.trim(tied, s)[1]
+    assert torch.equal(alone, beside) and (alone > -math.inf).sum() == 40    # whoever shares the batch
     for sharp in (20, 5, 0.1):                           # within the first 64 tokens, in part, nowhere near
         z = torch.from_numpy(sharp * rng.normal(size=(5, 300)))
         for row, got in zip(z / 0.5, decode.trim(z, s), strict=True):
@@ -1293,6 +1301,15 @@ def test_ctrl_c_keeps_what_is_finished_and_the_run_goes_on(cli, tmp_path):
     assert "keeps every finished record; run the same command again" in said
     assert 1 <= len(read(path)) < len(TASKS)
     same(cli("t.jsonl", flags), cli("whole.jsonl", flags))
+
+
+@pytest.mark.parametrize("content", ['{"id": 1, "prompt": "a"}', '{"id": 1, "prompt": "a"}\n{"id": 2, "prom', "hello",
+                                     '{"peft_type": "LORA"}', "{\n}"])
+def test_out_that_holds_something_else_stays_untouched(content, cli, tmp_path, refused):
+    (tmp_path / "t.jsonl").write_text(content)
+    with refused("t.jsonl: is there and holds no trajectories"):
+        cli("t.jsonl", "--length 8")
+    assert (tmp_path / "t.jsonl").read_text() == content
 
 
 def test_a_file_cut_anywhere_goes_on_to_the_same_lines(cli, tmp_path):
