@@ -2,7 +2,7 @@
 # TABOM from start to end. Costs are of 2 CPU cores unless a GPU is named.
 #   ./run.sh                     the whole method on the embedded toy, about 10 minutes
 #   ./run.sh test                environment and tests, at most 5 minutes after the installation
-#   ./run.sh paper-toy           the study behind the README's table: bases x methods x seeds, about 2 hours, resumable
+#   ./run.sh paper-toy           the study behind the README's table: bases x methods, about 1.5 hours, resumable
 #   ./run.sh dream-math | dream-code | llada-math | llada-code      the paper's experiments on 8 GPUs; DRY_RUN=1 prints them
 #   ./run.sh bench | soak        speed and memory as ratios; the long robustness trials
 set -euo pipefail
@@ -106,7 +106,7 @@ toy() {
 paper_toy() {                   # $OUT/paper-toy; every stage skips what is done
     local s=$OUT/paper-toy n=0
     export OMP_NUM_THREADS=1 TEST_PROMPTS=${TEST_PROMPTS:-1000} PICTURES=
-    say "bases (6 min each)"
+    say "bases (3 min each)"
     for b in $BASES; do echo "$b"; done | xargs -P "$JOBS" -I{} bash -ec "base {} $s/base{}"
     say "learning rates: one grid for every method, mean of 1 and 2 tokens a step on validation prompts of two bases, a seed of its own"
     for b in $(echo $BASES | cut -d' ' -f1-2); do for m in sft-gt sft-sd dinfer t3d tabom; do for lr in 3e-4 1e-3 3e-3 1e-2; do
