@@ -49,6 +49,14 @@ QUESTIONS = {                           # of each benchmark: how many, and the p
     "ifeval": (541, 512, 512)}
 MASK, EOS = 0, 1
 clock, report, goals = time.perf_counter, {}, []        # report: for --json; goals: (what, value, "at least", target)
+last_told = [time.time()]
+
+
+def tell(what: str, every: float = 10.0):
+    """A sign of life on stderr, at most every 10 seconds; the tables go to stdout."""
+    if time.time() > last_told[0] + every:
+        last_told[0] = time.time()
+        print(f"  ... {what}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- what is computed, by arithmetic
@@ -71,12 +79,13 @@ def train_flops(c, B, T, n, checkpoint=False, flash=True, r: int = 16) -> float:
 def train_bytes(c, tokens, n, size, checkpoint=False, r: int = 16) -> tuple[float, float]:
     """(kept for the backward pass, peak). A token keeps in a layer both norms' inputs in fp32; h, q, k, v, attention's
     output, gate, silu(gate) and up at `size` bytes; two low-rank products. A scored position keeps log p in fp32.
-    The peak is at the loss, with four more (n, V), or in an MLP's backward, with three more (tokens, MLP)."""
+    The peak is at the loss, with the logits or their gradient and three slices, or in an MLP's backward."""
     attn, mlp = 4 * (c.width + c.heads) + size * (5 * c.width + 2 * r), 4 * c.width + size * 3 * c.mlp
     last = n * (mlp + 4 * (c.width + c.vocab))
     layers = tokens * (c.layers * size * c.width if checkpoint else c.layers * attn + (c.layers - 1) * mlp)
     again = tokens * (attn + mlp) if checkpoint else 0   # one layer at a time is computed again
-    return layers + last, max(layers + last + (12 + size) * n * c.vocab, layers + again + 3 * size * tokens * c.mlp)
+    loss = size * n * c.vocab + 12 * min(n * c.vocab, 1 << (20 if size == 4 else 24))                # decode.slices
+    return layers + last, max(layers + last + loss, layers + again + 3 * size * tokens * c.mlp)
 
 
 # ---------------------------------------------------------------- models, data, and the training step, ours and plain
@@ -199,6 +208,7 @@ class Scripted(torch.nn.Module):
         on = (place >= 0).nonzero()[:, 0]
         logits[on, self.token[number[on], place[on]]] += self.raised[number[on], place[on]]
         self.seconds, self.forwards = self.seconds + clock() - start, self.forwards + 1
+        tell(f"forward {self.forwards} of a decoding, {len(ids)} rows: {clock() - start:.3g} s")
         return logits if at is not None else logits.view(*ids.shape, -1)
 
 
@@ -236,6 +246,7 @@ def race(variants: dict, repeats: int) -> dict[str, float]:
             start = clock()
             f()
             best[name] = min(best[name], clock() - start)
+            tell(f"{name or 'a round'}: {best[name]:.3g} s")
     return best
 
 
@@ -329,18 +340,19 @@ def bench_train(a):
     best = race({again: lambda again=again: step(again) for again in (True, False)}, a.repeats + 1)
     rows = [["batch of 4" + ", --grad-checkpoint" * again, s, s / best[False], peak(lambda: step(again))]
             for again, s in best.items()]
-    bare = race({"": bare_step(state[0], batch[:1])}, 4 * a.repeats)[""] * work["W"]
-    for title, chunk in (("state by state (default)", 8), ("--exact-chunk 32, all states at once", 32)):
-        exact = lambda: our_step(*state, batch[:1], "exact", chunk)
-        seconds = race({"": exact}, a.repeats)[""]
-        rows.append([f"one sample, --rank-context exact, {title}", seconds, seconds / bare, peak(exact)])
+    way = {"state by state (default)": 8, "--exact-chunk 32, all states at once": 32}
+    bare = bare_step(state[0], batch[:1])
+    exact = {name: lambda chunk=chunk: our_step(*state, batch[:1], "exact", chunk) for name, chunk in way.items()}
+    best = race({"bare": lambda: [bare() for _ in range(work["W"])], **exact}, a.repeats + 1)
+    rows += [[f"one sample, --rank-context exact, {name}", best[name], best[name] / best["bare"], peak(f)]
+             for name, f in exact.items()]
     table("Training step, Dream-shaped: what saves memory, and exact entropies (ratio: to W bare forward-backwards)",
           ["", "s", "ratio", "MB"], rows)
     goals.append(("--rank-context exact: of W forward-backwards", rows[2][2], "at most", 1.1))
 
 
 def bench_decode(a):
-    count, N, k, batch = (64, 256, 1, 16) if a.full else (8, 64, 8, 2) if a.quick else (64, 256, 32, 16)
+    count, N, k, batch = (64, 256, 1, 16) if a.full else (8, 64, 8, 2) if a.quick else (64, 256, 32, 8)
     shape, rng, rows = sizes("Dream-shaped", a.quick)[0], np.random.default_rng(0), []
     prompts = [(i, [i + 2, *rng.integers(2, shape["vocab"], rng.integers(39, 250))]) for i in range(count)]
     bare, full, half = build(shape), [N] * count, rng.permutation(np.linspace(N / 8, 7 * N / 8, count).astype(int))
@@ -411,7 +423,8 @@ def plan(a):
     adapter, tokens, n = sum(p.numel() for p in lora.wrap(model)), B * (250 + N), B * W
     print(f"{a.plan}: {total:,} parameters, LoRA r 16 on q and v {adapter:,}. All below is estimated.\n"
           "  Bytes kept, token and layer: 8 C + 4 H + 2 (5 C + 3 MLP + 2 r); with --grad-checkpoint 2 C, one layer's;\n"
-          "  a scored position 4 (C + V), 14 V more at the peak. FLOPs: 4 a weight and token, or 6.")
+          "  a scored position 4 (C + V), 2 V and 0.2 GB more at the peak. FLOPs: 4 a weight and token, or 6.\n"
+          f"  --rank-context exact: one state, and W - 1 gradients of the adapter, {4e-9 * (W - 1) * adapter:.2g} GB.")
     kept, peaks = zip(*(train_bytes(c, tokens, n, 2, again) for again in (False, True)), strict=True)
     fixed = {"weights, bf16": 2 * total, "LoRA, its gradient twice, AdamW, fp32": 20 * adapter, "CUDA, assumed": 1e9}
     sums = [sum(fixed.values()) + p for p in peaks]

@@ -47,8 +47,7 @@ def schedule(s) -> list[int]:
 
 def entropy(z):
     """(n, V) logits -> (n,) entropy in nats; an entry at -inf counts 0 log 0 = 0."""
-    logp = z.log_softmax(-1)
-    return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+    return -(z.softmax(-1) * z.log_softmax(-1).clamp(min=-1e30)).sum(-1)
 
 
 def trim(z, s):
@@ -57,12 +56,12 @@ def trim(z, s):
         z = z / s.temperature
     if s.top_p < 1:
         for k in (min(64, z.shape[-1]), z.shape[-1]):    # nearly always among the first 64: sorting V is slow
-            top = z.topk(k).values
-            p = (top - z.logsumexp(-1, keepdim=True)).exp()                               # (n, k)
+            top, where = z.topk(k)
+            p = z.softmax(-1).gather(-1, where)                                           # (n, k)
             if bool((p.sum(-1) > s.top_p).all()):
                 break
         low = top.masked_fill(p.cumsum(-1) - p > s.top_p, torch.inf).amin(-1, keepdim=True)   # the one that crosses p
-        z = z.masked_fill(z < low, -torch.inf)           # and its equals: no sort's whim decides
+        z = torch.where(z < low, -torch.inf, z)          # and its equals: no sort's whim decides
     if 0 < s.top_k < z.shape[-1]:
         z = z.masked_fill(z < z.topk(s.top_k).values[:, -1:], -torch.inf)
     return z
@@ -74,14 +73,14 @@ def suppress(z, s):
 
 def unsure(logits, s):
     """(n, V) -> raw entropy (n,), and the score that needs no token (n,): low goes first."""
-    z = logits.float()
-    H = entropy(z)
+    raw = logits.float()
+    H = entropy(raw)
     if s.score not in ("entropy", "margin"):
         return H, H
-    z = suppress(z, s)
+    z = suppress(raw, s)
     z = z if s.clean else trim(z, s)                     # Dream scores the trimmed distribution, LLaDA the clean one
     if s.score == "entropy":
-        return H, H if s.clean and not s.suppress_eos else entropy(z)
+        return H, H if z is raw else entropy(z)
     top = z.softmax(-1).topk(2).values                                                    # (n, 2)
     return H, top[:, 1] - top[:, 0]
 
@@ -110,11 +109,15 @@ def choose(logits, s, generators=None):
     return token, sure, q.scatter_(-1, token[:, None], 0).sum(-1)
 
 
+def slices(x):
+    """Rows of x (n, V) a few at a time: a temporary of 2^20 entries stays in a CPU's cache, one of 2^24 fills a GPU."""
+    size = max(1, (1 << (24 if x.is_cuda else 20)) // x.shape[-1])
+    return [slice(i, i + size) for i in range(0, len(x), size)]
+
+
 def chunked(f, logits, *rest):
-    """f over slices of at most 2^26 logits: the fp32 temporaries stay small whatever batch, block and vocabulary."""
-    size = max(1, (1 << 26) // logits.shape[-1])
-    parts = [f(logits[i:i + size], *[r[i:i + size] if isinstance(r, list) else r for r in rest])
-             for i in range(0, len(logits), size)]
+    """f over those slices, put together: the fp32 temporaries stay small whatever batch, block and vocabulary."""
+    parts = [f(logits[k], *[r[k] if isinstance(r, list) else r for r in rest]) for k in slices(logits)]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 

@@ -160,6 +160,11 @@ paper() {                       # paper dream|llada math|code: from the data set
     fi
 }
 
+RECIPES="toy test paper-toy dream-math dream-code llada-math llada-code bench soak"
+if [[ " $RECIPES " != *" ${1:-toy} "* ]]; then
+    echo "$1: unknown; ./run.sh [${RECIPES// / | }]" >&2
+    exit 2
+fi
 environment
 export PYTHON
 case ${1:-toy} in
@@ -169,5 +174,4 @@ case ${1:-toy} in
     dream-math|dream-code|llada-math|llada-code) paper "${1%-*}" "${1#*-}" ;;
     bench) "$PYTHON" bench.py "${@:2}" ;;
     soak) SOAK=1 "$PYTHON" -m pytest -q -s test_tabom.py -k soak "${@:2}" ;;
-    *) echo "$1: unknown; ./run.sh [toy | test | paper-toy | dream-math | dream-code | llada-math | llada-code | bench | soak]" >&2; exit 2 ;;
 esac

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import lora
 from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
-from decode import place_of_work
+from decode import place_of_work, slices
 from model import Flags, load, load_tokenizer, read_config, skeleton, stop
 
 # isort: split
@@ -37,13 +37,15 @@ from safetensors.torch import save as to_bytes
 # ---------------------------------------------------------------- the objective
 
 class TokenStats(torch.autograd.Function):
-    """(n, V) logits, (n,) targets -> (n,) cross-entropy, (n,) entropy, off one log-sum-exp, with one (n, V) array kept.
-    dce/dz = p - onehot;  dh/dz = -p (log p + h);  0 log 0 = 0, also where a logit is -inf."""
+    """(n, V) logits, (n,) targets -> (n,) cross-entropy, (n,) entropy, off one log-sum-exp. log p (n, V) is kept; what
+    else is as large lives a few rows at a time. dce/dz = p - onehot;  dh/dz = -p (log p + h);  0 log 0 = 0."""
     @staticmethod
     def forward(ctx, logits, x0):
-        logp = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)    # (n, V)  >= fp32
-        ce = -logp.gather(-1, x0[:, None])[:, 0]                                                 # (n,)
-        h = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)                                        # (n,)  p = 0 counts 0
+        logp = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))  # (n, V)  >= fp32
+        ce = -logp.gather(-1, x0[:, None])[:, 0]                                                  # (n,)
+        h = torch.empty_like(ce)
+        for k in slices(logp):
+            h[k] = -(logp[k].exp() * logp[k].clamp(min=-1e30)).sum(-1)                            # (n,)  p = 0 counts 0
         ctx.save_for_backward(logp, x0, h)
         ctx.dtype = logits.dtype
         return ce, h
@@ -51,9 +53,11 @@ class TokenStats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_ce, g_h):
         logp, x0, h = ctx.saved_tensors
-        grad = (logp.clamp(min=-1e30) + h[:, None]).mul_(-g_h[:, None]).add_(g_ce[:, None])      # (n, V)
-        grad.mul_(logp.exp())                                                                    # p (g_ce - g_h (...))
-        return grad.scatter_add_(-1, x0[:, None], -g_ce[:, None]).to(ctx.dtype), None
+        grad, x0, h, g_ce, g_h = torch.empty_like(logp, dtype=ctx.dtype), *(v[:, None] for v in (x0, h, g_ce, g_h))
+        for k in slices(logp):
+            g = (logp[k].clamp(min=-1e30) + h[k]).mul_(-g_h[k]).add_(g_ce[k]).mul_(logp[k].exp())
+            grad[k] = g.scatter_add_(-1, x0[k], -g_ce[k])                # (n, V)  p (g_ce - g_h (...)) - onehot g_ce
+        return grad, None
 
 
 def tabom_loss(ce, h, slot, valid, lam, gamma, h_slot=None):
@@ -146,20 +150,21 @@ class Kept(torch.autograd.Function):
 
 
 def by_state(model, rows, place, mask_id: int, device):
-    """The window's mean CE (1,) and entropies (W,) with the memory of one state and no second forward: the hinge's
-    weights want every entropy first, so each one's gradient is kept till then, as large as the adapter."""
+    """TokenStats of row 0 (n,), its slots (1, W), and the window's entropies (W,), with the memory of one state and no
+    second forward: the hinge's weights want every entropy first, so each one's gradient is kept till then, as large as
+    the adapter. Row 0, with the CE, comes last and keeps its graph."""
     params = [p for p in model.parameters() if p.requires_grad]
-    values, n = params[0].new_empty(1 + len(place)), 0
-    grads = params[0].new_empty(len(values), sum(p.numel() for p in params))     # (1 + W, P)
-    for k, row in enumerate(rows):
-        ids, real, at, x0, slot, _ = collate([row], mask_id, device)
+    later = [at for at in place if at[0] > 0]                                    # in decoding order: so is h
+    values, n = params[0].new_empty(len(later)), 0
+    grads = params[0].new_empty(len(later), sum(p.numel() for p in params))      # (m, P): m < W
+    for k in [*range(1, len(rows)), 0]:
+        ids, real, at, x0, slot, _ = collate([rows[k]], mask_id, device)
         ce, h = TokenStats.apply(model(ids, real, at), x0)                       # (n,)
-        wanted = [ce.mean()] * (k == 0) + [h[slot[0, w]] for state, w in place if state == k]
-        for y in wanted:                                                         # place is in decoding order: so is h
-            own = torch.autograd.grad(y, params, retain_graph=y is not wanted[-1])
-            values[n], grads[n], n = y.detach(), torch.cat([g.flatten() for g in own]), n + 1
-    values = Kept.apply(values, grads, *params)
-    return values[:1], values[1:]
+        own = [h[slot[0, w]] for state, w in place if state == k]                # entropies of this step
+        for y in own if k else ():
+            g = torch.autograd.grad(y, params, retain_graph=y is not own[-1])
+            values[n], grads[n], n = y.detach(), torch.cat([x.flatten() for x in g]), n + 1
+    return ce, slot, torch.cat([torch.stack(own), Kept.apply(values, grads, *params)])
 
 
 def batch_loss(model, batch: list, a, mask_id: int, device):
@@ -170,8 +175,8 @@ def batch_loss(model, batch: list, a, mask_id: int, device):
         rows, place = exact_rows(r, visible, targets)
         valid = torch.ones(1, len(targets), dtype=torch.bool, device=device)     # (1, W)
         if len(rows) > a.exact_chunk:
-            ce, h = by_state(model, rows, place, mask_id, device)                # (1,), (W,)
-            slot, h_slot = valid.long() - 1, valid.long().cumsum(1) - 1          # (1, W): all 0; 0 .. W - 1
+            ce, slot, h = by_state(model, rows, place, mask_id, device)          # (n,), (1, W), (W,)
+            h_slot = valid.long().cumsum(1) - 1                                  # (1, W): 0 .. W - 1
         else:
             ids, real, at, x0, slot, _ = collate(rows, mask_id, device)          # ids (S, T): S <= W states
             ce, h = TokenStats.apply(model(ids, real, at), x0)                   # (n,)

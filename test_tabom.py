@@ -1584,21 +1584,23 @@ def test_gradients_of_the_losses_equal_finite_differences():
     assert check(lambda z: tabom.t3d_loss(z, ref, x0, slot, valid)[0], z)
 
 
+@pytest.mark.parametrize("n, V", [(20, 50), (5, 400_000)])                  # 400,000: two rows a slice
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_token_stats_equal_torch_in_every_type(dtype):
+def test_token_stats_equal_torch_in_every_type(dtype, n, V):
     """fp32 at least inside: against torch's own Categorical, in float64 from the same numbers."""
     g = torch.Generator().manual_seed(0)
-    z, x0 = (torch.randn(20, 50, generator=g) * 4).to(dtype).requires_grad_(), torch.randint(0, 50, (20,), generator=g)
+    z, x0 = (torch.randn(n, V, generator=g) * 4).to(dtype).requires_grad_(), torch.randint(0, V, (n,), generator=g)
     y = z.detach().double().requires_grad_()
     ce, h = tabom.TokenStats.apply(z, x0)
     categorical = torch.distributions.Categorical(logits=y)
     want = -categorical.log_prob(x0), categorical.entropy()
     assert ce.dtype == h.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
-    assert torch.allclose(ce.double(), want[0], atol=1e-5) and torch.allclose(h.double(), want[1], atol=1e-5)
+    atol = 1e-5 if V < 1000 or dtype == torch.float64 else 5e-4             # fp32's own sum over so many
+    assert torch.allclose(ce.double(), want[0], atol=atol) and torch.allclose(h.double(), want[1], atol=atol)
     (2 * ce.sum() - 3 * h.sum()).backward()
     (2 * want[0].sum() - 3 * want[1].sum()).backward()
     assert z.grad.dtype == dtype
-    assert torch.allclose(z.grad.double(), y.grad, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(z.grad.double(), y.grad, atol=1e-2 if dtype == torch.bfloat16 else atol)
 
 
 @pytest.mark.parametrize("flags", [
