@@ -110,9 +110,11 @@ def choose(logits, s, generators=None):
 
 
 def slices(x):
-    """Rows of x (n, V) a few at a time: a temporary of 2^20 entries stays in a CPU's cache, one of 2^24 fills a GPU."""
-    size = max(1, (1 << (24 if x.is_cuda else 20)) // x.shape[-1])
-    return [slice(i, i + size) for i in range(0, len(x), size)]
+    """Rows of x (n, V) a few at a time: temporaries of 2^20 entries stay in a CPU's cache, 2^24 keep a GPU busy.
+    Never a last row alone: torch adds up a single row in another order, and equals would not stay equal."""
+    size = max(2, (1 << (24 if x.is_cuda else 20)) // x.shape[-1])
+    ends = [*range(size, len(x) - 1, size), len(x)]
+    return [slice(i, j) for i, j in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def chunked(f, logits, *rest):

@@ -607,3 +607,5 @@ if __name__ == "__main__":
     else:
         with safely("results that are whole stay in --out; run the same command again to go on"):
             main()
+    if torch.distributed.is_initialized():                       # its threads abort an interpreter that just ends
+        torch.distributed.destroy_process_group()

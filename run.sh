@@ -161,7 +161,7 @@ paper() {                       # paper dream|llada math|code: from the data set
 }
 
 RECIPES="toy test paper-toy dream-math dream-code llada-math llada-code bench soak"
-if [[ " $RECIPES " != *" ${1:-toy} "* ]]; then
+if ! printf '%s\n' $RECIPES | grep -qxF -- "${1:-toy}"; then
     echo "$1: unknown; ./run.sh [${RECIPES// / | }]" >&2
     exit 2
 fi

@@ -1603,6 +1603,21 @@ def test_token_stats_equal_torch_in_every_type(dtype, n, V):
     assert torch.allclose(z.grad.double(), y.grad, atol=1e-2 if dtype == torch.bfloat16 else atol)
 
 
+@pytest.mark.parametrize("n, V", [(1, 9), (2, 9), (7, 152_064), (13, 152_064), (12, 152_064), (3, 3_000_000)])
+def test_equal_rows_stay_equal_in_slices(n, V):
+    """Torch adds up one row alone, on several threads, in another order than rows of a matrix."""
+    rows, threads = torch.randn(V, generator=torch.Generator().manual_seed(0)).expand(n, V), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        got = [k.indices(n)[:2] for k in decode.slices(rows)]
+        assert [i for a, b in got for i in range(a, b)] == list(range(n)) and all(b - a > 1 for a, b in got[n < 2:])
+        h = decode.chunked(decode.unsure, rows, SimpleNamespace(score="entropy", clean=True, suppress_eos=False))[0]
+        assert len(set(h.tolist())) == 1
+        assert len(set(tabom.TokenStats.apply(rows, torch.zeros(n, dtype=torch.long))[1].tolist())) == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("flags", [
     "--window 4", "--window 4 --lam 0", "--window 0 --gamma 0.5", "--window 4 --rank-context exact", "--method sft",
     "--window 6 --rank-context exact --exact-chunk 2", "--method dinfer", "--method t3d"])
@@ -2892,7 +2907,7 @@ def killed_often(argv: list[str], whole: Path, out: Path, check):
 
 
 def torchrun(ranks: int, argv: list[str]) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master-port", "0"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return argv if ranks == 1 else [*launch, *argv]
 
 
