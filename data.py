@@ -36,13 +36,13 @@ FIELDS = ("prompt", "response", "response_token_ids", "decoding_order", "method"
 
 # ---------------------------------------------------------------- reading
 
-def lines(path: str):
-    """(place, object) for each line of a JSONL file."""
+def lines(path: str, size: float = math.inf):
+    """(place, object) for each line of a JSONL file, of its first `size` bytes."""
     if not os.path.isfile(path):
         stop(f"{path}: no such file; give a .jsonl or .parquet file, or one of {', '.join(SOURCES)}")
     n = 0
     with open(path, "rb") as f:
-        while raw := f.readline(LINE_LIMIT + 1):
+        while f.tell() < size and (raw := f.readline(LINE_LIMIT + 1)):
             n += 1
             place = f"{path}:{n}"
             if len(raw) > LINE_LIMIT:
@@ -58,10 +58,14 @@ def lines(path: str):
             except (ValueError, RecursionError) as e:
                 cut = "is cut off" if not raw.endswith(b"\n") else f"is not JSON ({e})"
                 stop(f"{place}: the line {cut}: {raw[:40]!r}; delete it, or write the file again")
+            if b"\\ud" in raw.lower():                   # half of a surrogate pair is JSON, and no text
+                half = re.search(r"[\ud800-\udfff]", json.dumps(row, ensure_ascii=False))
+                if half:
+                    stop(f"{place}: \\u{ord(half[0]):x} stands alone, which is no character; mend or delete the line")
             if not isinstance(row, dict):
                 stop(f"{place}: holds {json.dumps(row)[:40]}, not a JSON object; one object a line, please")
             yield place, row
-    if not n:
+    if not n and size:
         stop(f"{path}: is empty; it needs one JSON object a line")
 
 
@@ -107,8 +111,8 @@ def item(place: str, row: dict, number: int) -> dict:
         stop(f"{place}: id is {shown(id)}, neither number nor text; mend or delete the line")
     prompt, messages = text("prompt", "question", "instruction"), None
     response = text("response", "output", "gen_text", "target", blank=True)  # a trajectory may start with EOS
-    if prompt and isinstance(row.get("input"), str) and row["input"] and "instruction" in row:
-        prompt += "\n" + row["input"]
+    if prompt and row.get("input") and "instruction" in row:
+        prompt += "\n" + text("input")
     if prompt is None and "messages" in row:
         roles, turns = {"human": "user", "gpt": "assistant"}, row["messages"]
         if not (isinstance(turns, list) and turns and all(
@@ -121,7 +125,7 @@ def item(place: str, row: dict, number: int) -> dict:
         prompt = next((t["content"] for t in reversed(messages) if t["role"] == "user"), None)
     if prompt is None:
         stop(f"{place}: has no prompt; name it prompt, question, instruction or messages")
-    answer, kind = row.get("answer"), row.get("kind")
+    answer, kind = row.get("answer"), text("kind") if row.get("kind") is not None else None
     if not (answer is None or type(answer) in (str, int, float)):
         stop(f"{place}: answer is {shown(answer)}, not a text or number; mend or delete the line")
     if isinstance(answer, str) and "####" in answer:     # GSM8K: the worked solution, then #### and the number
@@ -145,15 +149,20 @@ def read_prompts(source: str, limit: int = 0) -> list[dict]:
         if latex and not importlib.util.find_spec("math_verify"):
             stop(f"{place}: answer {it['answer'][:40]!r}: LaTeX is judged by math-verify: pip install math-verify")
         seen.add(str(it["id"]))
-        items.append(it)
+        items.append(it | dict(place=place))
     return items
 
 
-def prompt_ids(tok, it: dict, raw: bool = False) -> list[int]:
+def prompt_ids(place: str, tok, it: dict, raw: bool = False) -> list[int]:
     """Token ids as the model wants them: through the chat template, or the bare text."""
-    text = it["prompt"] if raw or not tok.chat_template else tok.apply_chat_template(
-        it["messages"], tokenize=False, add_generation_prompt=True)
-    return tok(text, add_special_tokens=False)["input_ids"]
+    try:
+        text = it["prompt"] if raw or not tok.chat_template else tok.apply_chat_template(
+            it["messages"], tokenize=False, add_generation_prompt=True)
+    except Exception as e:                               # a template may refuse roles, or be broken in any way
+        stop(f"{place}: the model's chat template does not take it ({type(e).__name__}: {' '.join(str(e).split())[:80]}"
+             f"); mend or delete the line, or decode with --raw-prompt")
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    return ids or stop(f"{place}: the prompt {it['prompt'][:40]!r} has no tokens; mend or delete the line")
 
 
 # ---------------------------------------------------------------- trajectory records
@@ -356,8 +365,8 @@ def safely(kept: str):
                 print(f"\ninterrupted; {kept}", file=sys.stderr, flush=True)
         os._exit(130)                                    # not sys.exit: other threads and ranks must not hold it up
     except OSError as e:
-        if errno.errorcode.get(e.errno) not in "ENOSPC EDQUOT EFBIG EACCES EROFS EISDIR ENOTDIR".split():
-            raise
+        if not e.filename and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise                                        # of no file: a network's, or a mistake of ours
         stop(f"{e.filename or 'disk'}: {e.strerror}; {kept}", everywhere=True)
 
 

@@ -9,10 +9,13 @@ from the native decoders: ties are broken by the raw entropy, then by position; 
 done once everything before its first EOS is filled. Letters: B rows, N canvas, V vocabulary, n scored positions.
 """
 import collections
+import ctypes
 import fcntl
 import json
 import mmap
 import os
+import signal
+import sys
 import time
 import zlib
 from types import SimpleNamespace
@@ -218,9 +221,10 @@ def make_settings(a, c, family: dict, end_ids: list[int]):
     if not blocks <= s.steps <= s.length or s.steps % blocks:
         stop(f"--steps {s.steps}: must lie in {blocks}..{s.length} and be a multiple of the {blocks} blocks; "
              f"try --steps {s.length}")
-    if not (0 <= (s.threshold or 0) <= 1 and s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
+    if not (0 <= (s.threshold or 0) <= 1 and (s.temperature == 0 or 1e-3 <= s.temperature <= 1e3) and 0 < s.top_p <= 1
+            and s.top_k >= 0):
         stop(f"--threshold {s.threshold} --temperature {s.temperature} --top-p {s.top_p} --top-k {s.top_k}: the "
-             f"threshold lies in 0..1, the temperature is not negative, top-p lies in (0, 1], top-k is not negative")
+             f"threshold lies in 0..1, the temperature is 0 or in 0.001..1000, top-p in (0, 1], top-k is not negative")
     logged = dict(vars(s))                               # what a record's `decode` says
     s.clean, s.mask_id, s.end_ids, s.model = own["clean"], c.mask_id, end_ids, c.name
     return s, logged
@@ -239,48 +243,30 @@ def make_record(row, it: dict, tok, s, head: dict) -> dict:
                 correct=judge(text, end is not None, it["answer"], it["kind"]), **head)
 
 
-def append(path: str, record: dict):
-    """One whole line, whoever else writes: under a lock, and taken back if the disk is full."""
-    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-    with open(path, "ab", buffering=0) as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        size = f.seek(0, os.SEEK_END)
-        try:
-            if f.write(line) != len(line):
-                raise OSError(28, "No space left on device", path)
-        except OSError:
-            f.truncate(size)
-            raise
-
-
-def cut_off(line: bytes) -> bool:
-    """Is it the start of a record that a kill cut short, and not somebody's file of one line?"""
-    try:
-        json.loads(line)
-        return False
-    except ValueError:
-        return line.startswith(b'{"id": ')
-
-
-def finished_ids(path: str, head: dict) -> set[str]:
-    """Ids already in the file; a last line that a kill cut off is removed, another run's file refused."""
+def finished(path: str, head: dict):
+    """What the file holds: done, {id: (place, prompt's ids)}, and its size. Another run's file is refused untouched; a
+    last line that a kill cut off is removed, one that only lacks its end gets it."""
+    seen = SimpleNamespace(size=0, done={})
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
         fault = "is a folder" if os.path.isdir(path) else "its folder is not there"
         stop(f"--out {path}: {fault}; give a file in an existing folder")
     if not os.path.exists(path):
-        return set()
+        return seen
     with open(path, "rb+") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        if not os.fstat(f.fileno()).st_size:
-            return set()
+        seen.size = os.fstat(f.fileno()).st_size
+        if not seen.size:
+            return seen
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end, first = content.rfind(b"\n") + 1, content[:content.find(b"\n") + 1]
-            rest = content[end:]
-        if not (b'"decoding_order": ' in first if end else cut_off(rest)):
+            end, first = content.rfind(b"\n") + 1, content[:content.find(b"\n") + 1 or seen.size]
+            rest, cut = content[end:], False
+        try:
+            json.loads(rest or b"0")
+        except ValueError:
+            cut = True
+        if b'"decoding_order": ' not in first and not (cut and not end and rest[:7] == b'{"id": '[:len(rest)]):
             stop(f"--out {path}: is there and holds no trajectories; give another --out")
-        f.truncate(end)
-        ids = set()
-        for place, r in lines(path) if end else ():      # still under the lock: another rank's line may be half there
+        for place, r in lines(path, end if cut else seen.size):      # under the lock: no line of a live rank is half
             check_record(place, r)
             for part in ("model", "decode"):
                 if r.get(part) != head[part]:
@@ -288,8 +274,35 @@ def finished_ids(path: str, head: dict) -> set[str]:
                     odd = next((k for k in {**new, **old} if old.get(k) != new.get(k)), part)
                     stop(f"{place}: was decoded with {odd} {old.get(odd)!r}, now it is {new.get(odd)!r}; "
                          f"give another --out, or those settings")
-            ids.add(str(r["id"]))
-    return ids
+            seen.done[str(r["id"])] = place, r["prompt_token_ids"]
+        if cut:
+            f.truncate(end)
+        elif rest:
+            os.pwrite(f.fileno(), b"\n", seen.size)
+        seen.size = os.fstat(f.fileno()).st_size
+    return seen
+
+
+def append(path: str, record: dict, seen):
+    """One whole line behind whole lines, once an id, whoever else writes: under a lock, after a look at what others
+    added, where a killed one may have left half a line; taken back if the disk is full."""
+    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    with open(path, "ab+", buffering=0) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        start = f.seek(seen.size if f.seek(0, os.SEEK_END) >= seen.size else 0)
+        new = f.read()
+        seen.size = start + new.rfind(b"\n") + 1
+        f.truncate(seen.size)
+        seen.done.update((str(json.loads(x)["id"]), None) for x in new.split(b"\n")[:-1])
+        if str(record["id"]) in seen.done:
+            return
+        try:
+            if f.write(line) != len(line):
+                raise OSError(28, "No space left on device", path)
+        except OSError:
+            f.truncate(seen.size)
+            raise
+        seen.size += len(line)
 
 
 def coloured(row, tok) -> str:
@@ -326,8 +339,13 @@ def add_flags(p):
 def place_of_work():
     """(rank, world, device, dtype) of this process, under torchrun or not."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # PR_SET_PDEATHSIG: a killed torchrun takes its ranks along
     if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= there:
+            stop(f"--nproc_per_node {os.environ['LOCAL_WORLD_SIZE']}: there are {there} GPUs", everywhere=True)
+        device = f"cuda:{local}"
         torch.cuda.set_device(device)
         return rank, world, device, torch.bfloat16
     return rank, world, "cpu", torch.float32
@@ -335,11 +353,14 @@ def place_of_work():
 
 def encode_prompts(items: list[dict], tok, c, s, raw: bool) -> list[tuple]:
     """[(item number, token ids)], each checked to fit the model's positions."""
-    pairs = [(n, prompt_ids(tok, it, raw)) for n, it in enumerate(items)]
+    pairs = [(n, prompt_ids(it["place"], tok, it, raw)) for n, it in enumerate(items)]
     for n, ids in pairs:
-        if not ids or len(ids) + s.length > c.positions:
-            stop(f"prompt {items[n]['id']!r}: {len(ids)} tokens and --length {s.length} do not fit the model's "
-                 f"{c.positions} positions; shorten or drop it")
+        if max(ids) >= c.vocab:
+            stop(f"{items[n]['place']}: the tokenizer gives token {max(ids)}, the model has {c.vocab}; "
+                 f"they are not of one model, download it again")
+        if len(ids) + s.length > c.positions:
+            stop(f"{items[n]['place']}: the prompt's {len(ids)} tokens and --length {s.length} do not fit the model's "
+                 f"{c.positions} positions; shorten or drop it, or give a smaller --length")
     return pairs
 
 
@@ -377,7 +398,11 @@ def run(a):
     pairs = [(str(items[n]["id"]), ids) for n, ids in pairs]
     size = min(4 * a.batch_size, -(-len(pairs) // world)) or 1
     shards = [pairs[i:i + size] for i in range(0, len(pairs), size)][rank::world]
-    done = finished_ids(a.out, head) if a.out else set()
+    seen = finished(a.out, head) if a.out else SimpleNamespace(done={})
+    done = seen.done
+    for key, ids in pairs:
+        if key in done and done[key][1] != ids:
+            stop(f"{done[key][0]}: id {key!r} is there with another prompt; give another --out, or other ids")
     total, there = sum(map(len, shards)), sum(key in done for shard in shards for key, _ in shard)
     by_id = {str(it["id"]): it for it in items}
 
@@ -390,7 +415,7 @@ def run(a):
     for n, row in enumerate(rows, 1):
         record = make_record(row, by_id[row.key], tok, s, head)
         if a.out:
-            append(a.out, record)
+            append(a.out, record, seen)
         if a.show and n == 1:
             print(f"{record['prompt']}\n{coloured(row, tok)}\n{row.step} steps; pale = early, dark = late, "
                   f"a dot = never needed; judged {record['correct']}")

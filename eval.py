@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import platform
@@ -62,10 +63,18 @@ def run(model, tok, c, items: list, s, logged: dict, a, what: str, rank=0, world
     if world > 1:
         if not torch.distributed.is_initialized():               # a day: ranks wait while rank 0 scores what they wrote
             torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=1))
-        parts: list = [None] * world
-        torch.distributed.all_gather_object(parts, records)
-        records = {n: r for part in parts for n, r in part.items()}
+        records = {int(n): r for part in gathered(json.dumps(records).encode(), world)
+                   for n, r in json.loads(part).items()}
     return [records[n] for n in sorted(records)]
+
+
+def gathered(mine: bytes, world: int) -> list[bytes]:
+    """What every rank has; torch's own all_gather_object would pickle it."""
+    sizes = [torch.zeros((), dtype=torch.int64) for _ in range(world)]
+    torch.distributed.all_gather(sizes, torch.tensor(len(mine)))
+    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in range(world)]
+    torch.distributed.all_gather(parts, torch.from_numpy(np.frombuffer(mine.ljust(len(parts[0])), np.uint8).copy()))
+    return [p[:n].numpy().tobytes() for p, n in zip(parts, sizes, strict=True)]
 
 
 def states(r: dict, end_ids):
@@ -173,7 +182,7 @@ def register():
             (rank, world, *_), jobs, ways, seen, texts, self.kept = place_of_work(), {}, {}, Counter(), {}, []
             for n, r in enumerate(requests):                     # an id, and so a draw, whatever else is asked for
                 what = f"{r.task_name}/{r.doc_id}"
-                item = dict(id=f"{what}/{seen[what]}", prompt=r.args[0], messages=None, answer=None, kind=None)
+                item = dict(id=f"{what}/{seen[what]}", place=what, prompt=r.args[0], answer=None, kind=None)
                 jobs.setdefault(r.task_name or "", []).append((n, r, item))
                 seen[what] += 1
             for task, these in jobs.items():
@@ -495,6 +504,8 @@ def main():
     out = Path(a.out)
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
+    if (a.curves or a.pictures) and not importlib.util.find_spec("matplotlib"):
+        stop("--curves, --pictures: need matplotlib: pip install -r requirements-dev.txt")
     if a.curves:
         draw_curves(a.curves, out)
     if not a.model:
@@ -547,10 +558,10 @@ def main():
     for k in a.parallel:
         own = dict(tokens_per_step=k) if isinstance(k, int) and k > 1 else {}
         ways[k] = make_settings(argparse.Namespace(**(vars(a) | own)), c, family, tok.end_ids)
-    for f, items in zip(a.prompts, prompts.values(), strict=True):
-        odd = next((it["id"] for it in items if it["answer"] is None and it["kind"] != "code"), None)
+    for items in prompts.values():
+        odd = next((it["place"] for it in items if it["answer"] is None and it["kind"] != "code"), None)
         if odd is not None:
-            stop(f"{f}: prompt {odd!r} has no answer to judge by; add its answer, or drop it")
+            stop(f"{odd}: the prompt has no answer to judge by; add its answer, or drop it")
         encode_prompts(items, tok, c, ways[a.parallel[0]][0], a.raw_prompt)
     read = lambda f, method: read_data(argparse.Namespace(
         all=True, method=method, tail="keep", length=a.length, limit=0, data=f), c, tok, 1)

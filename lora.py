@@ -6,6 +6,7 @@ Adapter weights are fp32, whatever the base's type; products run in the activati
 """
 import contextlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +18,6 @@ from model import Flags, find, put, read_json, shards, stop, tensors
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
@@ -55,8 +55,9 @@ def wrap(model: nn.Module, targets=("q_proj", "v_proj"), r: int = 16, alpha: flo
     for t in targets:
         if t not in there:
             stop(f"--targets {t}: no linear layer has that name; there are {', '.join(there)}")
-    if r < 1:
-        stop(f"--rank {r}: a LoRA rank is at least 1")
+    wide = max(m.in_features for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets)
+    if not 1 <= r <= wide:
+        stop(f"--rank {r}: a LoRA rank is at least 1, and at most the layers' {wide} inputs")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, m in linears.items():
@@ -119,17 +120,23 @@ def read(folder) -> tuple[dict, float, int]:
         if config.get(key):
             stop(f"{folder}/adapter_config.json: {key} is {config[key]!r}, which is not built; train without it")
     r, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or not isinstance(r, int) or r < 1 or not isinstance(alpha, (int, float)):
-        stop(f"{folder}/adapter_config.json: not a LoRA adapter (peft_type {config.get('peft_type')!r}, r {r!r})")
+    if config.get("peft_type") != "LORA" or type(r) is not int or r < 1 or type(alpha) not in (int, float) \
+            or not math.isfinite(alpha):
+        stop(f"{folder}/adapter_config.json: not a LoRA adapter (peft_type {config.get('peft_type')!r}, r {r!r}, "
+             f"lora_alpha {alpha!r}); save the adapter again")
     try:
         flat = load_file(folder / "adapter_model.safetensors")
     except Exception as e:
-        stop(f"{folder}/adapter_model.safetensors: cannot be read ({str(e).splitlines()[0]}); save the adapter again")
+        stop(f"{folder}/adapter_model.safetensors: cannot be read ({' '.join(str(e).split())[:200]}); save the adapter "
+             f"again")
     found: dict = {}
     for key, value in flat.items():
         path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or value.ndim != 2 or value.shape[0 if kind == "A" else 1] != r:
-            stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}")
+            stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}; "
+                 f"save the adapter again")
+        if not bool(value.isfinite().all()):
+            stop(f"{folder}/adapter_model.safetensors: {key} has entries that are no numbers; train the adapter again")
         found.setdefault(path, {})[kind] = value
     odd = [p for p, ab in found.items() if len(ab) != 2]
     if odd or not found:
@@ -141,7 +148,7 @@ def check_fit(folder, path: str, ab: dict, shape):
     """shape: that of the model's weight at path, None if it has none."""
     want = (ab["B"].shape[0], ab["A"].shape[1])
     if shape is None or tuple(shape) != want:
-        has = "has no such layer" if shape is None else f"has {shape[0]} x {shape[1]} there"
+        has = "has no such layer" if shape is None else f"has {' x '.join(map(str, shape))} there"
         stop(f"{folder}: {path} ({want[0]} x {want[1]}) does not fit: the model {has}; "
              f"use the model the adapter was trained on")
 
@@ -169,11 +176,8 @@ def merge_checkpoint(name: str, adapter: str, out: str):
     source = find(name, "*.safetensors", "*.py")
     where, tmp = shards(source), Path(f"{out}.part")
     for path, ab in found.items():                       # all of it before the first byte is written
-        file, shape = where.get(f"{path}.weight"), None
-        if file is not None:
-            with safe_open(file, "pt") as f:
-                shape = f.get_slice(f"{path}.weight").get_shape()
-        check_fit(adapter, path, ab, shape)
+        key = f"{path}.weight"
+        check_fit(adapter, path, ab, next(tensors({key: where[key]}))[1].shape if key in where else None)
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     for file in sorted(set(where.values())):

@@ -200,14 +200,15 @@ def find(name: str, *more: str) -> Path:
              f"network, or download it elsewhere and pass its folder", everywhere=True)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, first_line: bool = False, remedy: str = "download it again") -> dict:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        value = json.loads(text.partition("\n")[0] if first_line else text)
     except OSError:
-        stop(f"{path}: not there; a model folder needs it")
-    except ValueError as e:
-        stop(f"{path}: not JSON ({e}); download it again")
-    return value if isinstance(value, dict) else stop(f"{path}: holds no JSON object; download it again")
+        stop(f"{path}: not there, or not to be read; a model folder needs it")
+    except (ValueError, RecursionError) as e:
+        stop(f"{path}: not JSON ({e}); {remedy}")
+    return value if isinstance(value, dict) else stop(f"{path}: holds no JSON object; {remedy}")
 
 
 def read_config(name: str):
@@ -229,6 +230,7 @@ def read_config(name: str):
                         name=str(name), folder=folder, model_type=raw["model_type"])
     wrong = [k for k, v in vars(c).items() if k not in ("name", "folder", "tied", "model_type") and not (
         isinstance(v, float if k == "eps" else (int, float) if k == "theta" else int) and v >= 0)]
+    wrong += [k for k in ("mask_id", "eos_id") if not wrong and not 0 <= getattr(c, k) < c.vocab]
     if wrong or c.heads < 1 or c.width % c.heads or c.kv_heads < 1 or c.heads % c.kv_heads:
         key = family["fields"][wrong[0] if wrong else "heads"]
         stop(f"{path}: {key} is {raw[key]!r}, which cannot be; take config.json from the model's hub page")
@@ -240,10 +242,12 @@ def shards(folder: Path) -> dict[str, Path]:
     index, single, where = folder / "model.safetensors.index.json", folder / "model.safetensors", {}
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        where = {key: folder / Path(str(file)).name for key, file in (weight_map or {}).items()}
+        weight_map = weight_map if isinstance(weight_map, dict) else {}
+        where = {key: folder / Path(str(file)).name for key, file in weight_map.items()}
         lost = [p for p in where.values() if not p.exists()]
         if lost or not where:
-            stop(f"{lost[0] if lost else index}: a shard named in {index.name} is missing; download the model again")
+            stop(f"{lost[0]}: a shard named in {index.name} is missing; download the model again" if lost else
+                 f"{index}: has no weight_map from tensors to files; download the model again")
     elif single.exists():
         try:
             with safe_open(single, "pt") as f:
@@ -301,7 +305,7 @@ def load_tokenizer(name: str):
         kind = getattr(transformers, family["tokenizer"])
         tok = kind.from_pretrained(c.folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:
-        stop(f"{c.folder}: its tokenizer does not load ({type(e).__name__}: {str(e).splitlines()[0]}); "
+        stop(f"{c.folder}: its tokenizer does not load ({type(e).__name__}: {' '.join(str(e).split())[:200]}); "
              f"download it again")
     eot = tok.get_vocab().get(family["eot"])
     tok.end_ids = [c.eos_id] + ([eot] if eot is not None and eot != c.eos_id else [])

@@ -9,6 +9,8 @@ paper: README "Departures". Letters: B batch, T length, N canvas, V vocabulary, 
 """
 import contextlib
 import datetime
+import fcntl
+import functools
 import json
 import math
 import os
@@ -18,13 +20,14 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import lora
 from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
 from decode import place_of_work, slices
-from model import Flags, load, load_tokenizer, read_config, skeleton, stop
+from model import Flags, load, load_tokenizer, read_config, read_json, skeleton, stop
 
 # isort: split
 import numpy as np
@@ -226,7 +229,7 @@ def read_data(a, c, tok, rank: int) -> list:
                  f"has mask {c.mask_id}, vocabulary {c.vocab}; pass the --model of the trajectories")
         if m and m["name"] != (named := named or m["name"]):
             stop(f"{place}: decoded by {m['name']}, those before by {named}; a file must be of one model, split it")
-        prompt = r.get("prompt_token_ids") or prompt_ids(tok, r)
+        prompt = r.get("prompt_token_ids") or prompt_ids(place, tok, r)
         if "response_token_ids" in r:
             ids = np.array(r["response_token_ids"])
             order = np.array(r.get("decoding_order", -(ids == c.mask_id).astype(int)))   # sft needs none
@@ -238,9 +241,16 @@ def read_data(a, c, tok, rank: int) -> list:
             ids = np.array(ids + [c.eos_id] * (a.length - len(ids)))
             order = np.zeros(len(ids), np.int64)
         if max(ids.max(), max(prompt)) >= c.vocab or len(prompt) + len(ids) > c.positions:
-            stop(f"{place}: a token id beyond the vocabulary of {c.vocab}, or {len(prompt) + len(ids)} tokens for "
-                 f"{c.positions} positions; pass the --model of the trajectories")
+            stop(f"{place}: token {max(ids.max(), max(prompt))} for a vocabulary of {c.vocab}, or {len(prompt)} + "
+                 f"{len(ids)} tokens for {c.positions} positions; pass the --model of the trajectories, or drop it")
+        if ((ids == c.mask_id) & (order >= 0)).any():
+            stop(f"{place}: response_token_ids holds the mask token {c.mask_id} where decoding_order is not -1; "
+                 f"pass the --model of the trajectories, or drop it")
         end, rank_ = first_end(ids, order, tok.end_ids), total_order(order, r.get("entropy"))
+        text = tok.decode(ids[:end].tolist(), skip_special_tokens=True) if m and end is not None else None
+        if text not in (None, r.get("response")):
+            stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {c.name}, its response is "
+                 f"{r['response'][:40]!r}; pass the --model of the trajectories")
         if a.tail == "drop" and end is not None:
             rank_ = rank_[rank_ <= end]                  # paper silent on the tail; README "Departures"
         why = "shorter than 2 tokens" if len(rank_) < 2 else None
@@ -270,6 +280,16 @@ def write_folder(path: Path, write):
         with open(file, "rb") as f:
             os.fsync(f.fileno())
     os.rename(tmp, path)
+
+
+def lock(file, out: Path):
+    """Two runs never write into one folder."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop(f"--out {out}: another process is training into it; let it end, or give another --out", everywhere=True)
+    except OSError:
+        pass                             # a file system without locks
 
 
 @contextlib.contextmanager
@@ -325,21 +345,33 @@ def flags():
     for flag, low in dict(window=0, lam=0, gamma=0, exact_chunk=1, rank=1, lr=0, warmup=0, clip=0, epochs=1,
                           max_steps=0, batch_size=1, grad_accum=1, save_every=1, log_every=1, timeout=0.01, length=2,
                           weight_decay=0, seed=0, limit=0).items():
-        if not getattr(a, flag) >= low or getattr(a, flag) == math.inf:
-            stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}")
+        high = 1e9 if flag != "seed" else 2 ** 63 - 1
+        if not low <= getattr(a, flag) <= high:
+            stop(f"--{flag.replace('_', '-')} {getattr(a, flag)}: must be at least {low}, at most {high:g}")
+    if not 0 < abs(a.alpha) < 1e9:
+        stop(f"--alpha {a.alpha}: must be a number other than 0, below 1e9")
     if a.method == "tabom" and a.window == 1 and a.lam > 0:
         stop("--window 1: one token makes no pair to rank; use --window 2 or more, or --lam 0")
     return a
 
 
 def main():
-    a = flags()
+    with contextlib.ExitStack() as held:                 # the lock on --out, till the end
+        run(flags(), held)
+
+
+def run(a, held):
     rank, world, device, dtype = place_of_work()
     dtype = dict(bf16=torch.bfloat16, fp32=torch.float32).get(a.dtype, dtype)
-    a.resume = a.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0      # torchrun restarted us: go on
     out, log = Path(a.out), Path(a.out) / "log.jsonl"
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
+    head = read_json(log, True, "give another --out") if log.exists() else {}
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and head.get("launcher") == os.getppid():
+        a.resume = True                  # this torchrun began the run, and has restarted us: go on
+    if rank == 0 and log.exists():
+        with open(log) as f:
+            lock(f, out)
     points = sorted(p for p in out.glob("resume-*") if p.suffix != ".part")
     if (log.exists() or any(out.glob("*-[0-9]*"))) and not (a.resume and log.exists()):
         stop(f"--out {out}: holds a run already; --resume to go on with it (by its log.jsonl), or give another --out")
@@ -352,9 +384,10 @@ def main():
     free = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint",
             "exact_chunk")                               # may change on the way
     same = {k: v for k, v in vars(a).items() if k not in free}
-    same |= dict(data=os.path.basename(a.data), records=len(records), model=os.path.basename(os.path.normpath(name)),
-                 global_batch=a.batch_size * a.grad_accum * world)
-    head = json.loads(log.read_text().partition("\n")[0]) if log.exists() else {}
+    content = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc),
+                               (x for r in records for x in (r.prompt, r.ids, r.order, r.rank)), 0)
+    same |= dict(data=f"{os.path.basename(a.data)}: {len(records)} records, crc32 {content:08x}",
+                 model=os.path.basename(os.path.normpath(name)), global_batch=a.batch_size * a.grad_accum * world)
     for k, was in head.get("settings", {}).items():
         if k in same and same[k] != was:
             stop(f"--out {out}: is of a run with {k} {was!r}, now it is {same[k]!r}; "
@@ -368,7 +401,12 @@ def main():
             store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
             dist.init_process_group("nccl" if "cuda" in device else "gloo", store=store, rank=rank, world_size=world,
                                     timeout=wait)
-            dist.barrier()               # all have looked at --out before rank 0 writes there
+            seen, point = torch.zeros(world, dtype=torch.int64, device=device), points[-1].name if points else "nothing"
+            seen[rank] = zlib.crc32(json.dumps([point, same]).encode())
+            dist.all_reduce(seen)        # and all have looked at --out before rank 0 writes there
+        if len(set(seen.tolist())) > 1:
+            stop(f"--out {out}: goes on from {point} with {same}, other ranks differ; all must see one --out and "
+                 f"--data, and have the same flags", everywhere=True)
     if "cuda" in device:
         torch.set_float32_matmul_precision("high")
     model = load(name, device, dtype)
@@ -405,13 +443,16 @@ def main():
                     shutil.rmtree(old)
 
     if rank == 0:
+        for older in points[:-1]:        # a kill came between writing the last one and deleting it
+            shutil.rmtree(older)
         out.mkdir(parents=True, exist_ok=True)
         old = log.read_text().splitlines()[1:] if log.exists() else []
         old = [x for x in old if x.endswith("}") and json.loads(x)["step"] <= step]
         head = dict(args=vars(a), settings=same, model=name, records=len(records), steps=total, world=world,
-                    commit=commit(), torch=torch.__version__, python=platform.python_version(),
+                    launcher=os.getppid(), commit=commit(), torch=torch.__version__, python=platform.python_version(),
                     device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
         write_whole(log, "".join(x + "\n" for x in [json.dumps(head), *old]).encode())
+        lock(held.enter_context(open(log)), out)
         print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; "
               f"{total} steps of {size}", flush=True)
     bar, batches = Bar(total, "step", step, 0), None
@@ -468,10 +509,14 @@ def main():
             bar(step, f"loss {loss:.3f} = ce {ce / B:.3f}{ranked} | {100 * right / max(pairs, 1):.0f} % in order | "
                 f"lr {lr:.1e} | gnorm {gnorm.item():.2f} | {ms:.0f} ms | {tokens / ms * 1000:,.0f} tok/s | "
                 f"{memory:.1f} GB")
-        if step % per_epoch == 0 or step == total:
+        due, ends = (step % n == 0 or step == total for n in (a.save_every, per_epoch))
+        if (due or ends) and not all(bool(p.isfinite().all()) for p in params):
+            stop(f"step {step}: the adapter is not finite any more, and not kept; lower --lr {a.lr:g}, --weight-decay "
+                 f"{a.weight_decay:g}, --alpha {a.alpha:g}")
+        if ends:
             if rank == 0 and not (out / f"epoch-{epoch + 1}").exists():
                 write_folder(out / f"epoch-{epoch + 1}", lambda f: lora.save(model, f, name))
-        if step % a.save_every == 0 or step == total:
+        if due:
             save_point()
     if rank == 0:
         print(f"{out}: adapter in {out}/epoch-{(total - 1) // per_epoch + 1}", flush=True)

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 from data import Bar, judge, safely, write_whole
 from decode import decode, first_end
-from model import FAMILIES, Flags, Model, load_tokenizer, stop
+from model import FAMILIES, Flags, Model, load_tokenizer, read_json, stop
 
 # isort: split
 import numpy as np
@@ -131,18 +131,20 @@ def main():
     p.add_argument("--save-every", type=int, default=100, help="steps between resume points")
     p.add_argument("--test-prompts", type=int, default=1000, help="a domain")
     a = p.parse_args()
-    if not (0 < a.target <= 1 and 0 < a.lr < math.inf and a.seed >= 0 and 1 <= a.test_prompts <= 10000
-            and min(a.max_steps, a.batch_size, a.save_every) >= 1):
-        stop(f"--target {a.target} --lr {a.lr} --seed {a.seed} --test-prompts {a.test_prompts}: the target lies in (0, "
-             f"1], lr is positive, the seed not negative, steps and counts at least 1, test prompts at most 10000")
+    if not (0 < a.target <= 1 and 0 < a.lr < math.inf and 0 <= a.seed < 2 ** 63 and min(a.max_steps, a.save_every) >= 1
+            and 1 <= a.test_prompts <= 10000 and 1 <= a.batch_size <= 10000):
+        stop(f"--target {a.target} --lr {a.lr} --seed {a.seed} --test-prompts {a.test_prompts} --batch-size "
+             f"{a.batch_size}: the target lies in (0, 1], lr is positive, the seed not negative and below 2^63, steps "
+             f"and counts at least 1, test prompts and batch at most 10000")
     out, settings = Path(a.out), {k: v for k, v in vars(a).items() if k not in ("out", "save_every")}
     with safely(f"{out} keeps the last resume point; run the same command again to go on"):
         out.mkdir(parents=True, exist_ok=True)
         if (out / "toy.json").exists():
-            old = json.loads((out / "toy.json").read_text())
-            if old["settings"] != settings:
-                stop(f"{out}: holds a toy with other settings {old['settings']}; give another --out")
+            old = read_json(out / "toy.json", remedy="give another --out")
+            if old.get("settings") != settings:
+                stop(f"{out}: holds a toy with other settings {old.get('settings')}; give another --out")
             if "steps" in old:
+                (out / "resume.safetensors").unlink(missing_ok=True)
                 print(f"{out}: done already ({old['steps']} steps; on validation math {old['math']:.1%}, "
                       f"logic {old['logic']:.1%})")
                 return
@@ -201,6 +203,8 @@ def train(a, out: Path, settings: dict):
         loss = F.cross_entropy(logits, x[mask])                                           # mean over all masked tokens
         for g in opt.param_groups:
             g["lr"] = a.lr * min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / a.max_steps))
+        if not bool(loss.isfinite()):
+            stop(f"step {step + 1}: the loss is {loss.item()}; lower --lr {a.lr:g}, with another --out")
         opt.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
