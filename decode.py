@@ -9,13 +9,10 @@ from the native decoders: ties are broken by the raw entropy, then by position; 
 done once everything before its first EOS is filled. Letters: B rows, N canvas, V vocabulary, n scored positions.
 """
 import collections
-import ctypes
 import fcntl
 import json
 import mmap
 import os
-import signal
-import sys
 import time
 import zlib
 from types import SimpleNamespace
@@ -339,8 +336,6 @@ def add_flags(p):
 def place_of_work():
     """(rank, world, device, dtype) of this process, under torchrun or not."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # PR_SET_PDEATHSIG: a killed torchrun takes its ranks along
     if torch.cuda.is_available():
         local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= there:

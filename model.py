@@ -7,6 +7,7 @@ What differs between the families stands in FAMILIES and nowhere else. The modul
 checkpoint loads and an adapter saves without renaming. Letters: B batch, T length, C width, D head width, V vocabulary.
 """
 import argparse
+import ctypes
 import functools
 import json
 import os
@@ -22,6 +23,10 @@ if Path(getattr(sys.modules["__main__"], "__file__", "/")).resolve().parent == P
         os._exit(130)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupted)
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a killed torchrun takes its ranks along,
+        if b"python" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+            os._exit(1)                 # also if it was gone before that: our parent is no launcher, but init
 
 import torch
 import torch.nn as nn

@@ -1331,15 +1331,18 @@ def test_writers_share_a_file_and_survive_a_killed_one(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_killed_torchrun_takes_its_ranks_along(cli, tmp_path):
-    """Else they would go on and write beside those of the next start."""
+@pytest.mark.parametrize("when", ["at work", "starting"])
+def test_a_killed_torchrun_takes_its_ranks_along(when, cli, tmp_path):
+    """Else they would go on and write beside those of the next start, or wait for each other till --timeout."""
     write_lines(tmp_path / "prompts.jsonl", [dict(id=n, prompt="abc") for n in range(20_000)])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     job = subprocess.Popen([*launch, *cli.argv("t.jsonl", "--length 64")], env=one_thread(), stderr=subprocess.DEVNULL)
-    while not (tmp_path / "t.jsonl").exists():
+    ranks: list = []
+    while len(ranks) < 2 or (when == "at work" and not (tmp_path / "t.jsonl").exists()):
         assert job.poll() is None
-        time.sleep(0.05)
-    ranks = [Path(f"/proc/{pid}") for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        ranks = [p for p in (Path(f"/proc/{pid}") for pid in children) if b"decode.py" in (p / "cmdline").read_bytes()]
+        time.sleep(0.01)
     job.kill()
     job.wait()
     end = time.time() + 60
