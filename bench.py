@@ -498,8 +498,8 @@ def main():
     if min(a.repeats, a.ranks, a.prompts + 1) < 1 or not all(0 < x < math.inf for x in (a.gpu_memory, a.gpu_tflops)):
         stop(f"--repeats {a.repeats} --ranks {a.ranks} --prompts {a.prompts} --gpu-memory {a.gpu_memory} "
              f"--gpu-tflops {a.gpu_tflops}: repeats and ranks are at least 1, prompts not negative, the others above 0")
-    if a.json and not Path(a.json).absolute().parent.is_dir():
-        stop(f"--json {a.json}: its folder is not there; make it, or give another")
+    if a.json and (Path(a.json).is_dir() or not Path(a.json).absolute().parent.is_dir()):
+        stop(f"--json {a.json}: is a folder, or its folder is not there; give a file in an existing one")
     clock = time.process_time if a.clock == "cpu" else time.perf_counter
     if a.plan:
         plan(a)

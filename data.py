@@ -82,6 +82,8 @@ def rows(source: str):
             stream = (row for batch in ParquetFile(source).iter_batches(1000) for row in batch.to_pylist())
         else:
             from datasets import load_dataset
+            from huggingface_hub.utils import logging
+            logging.set_verbosity_error()                # its retries without a network are a dozen lines
             stream = load_dataset(hub, config, split=split, streaming=True)
         for n, row in enumerate(stream, 1):
             yield f"{hub}: row {n}", {"kind": kind, **row}
@@ -355,29 +357,43 @@ class Bar:
 @contextlib.contextmanager
 def safely(kept: str):
     """Ctrl-C and a full disk end with one line that says what is kept and how to go on; never a traceback."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)             # model.py had its own while torch came
-    try:
-        yield
-    except KeyboardInterrupt:
+    def interrupted(*_):
         with contextlib.suppress(OSError):               # whoever read our lines may be gone already
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"\ninterrupted; {kept}", file=sys.stderr, flush=True)
+                os.write(2, f"\ninterrupted; {kept}\n".encode())
         os._exit(130)                                    # not sys.exit: other threads and ranks must not hold it up
+
+    was = signal.getsignal(signal.SIGINT)                # model.py had its own while torch came
+    if was is not signal.SIG_IGN:                        # no KeyboardInterrupt: a library may swallow one
+        signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+        sys.stdout.flush()
+    except (KeyboardInterrupt, BrokenPipeError):         # of `... | head`, too
+        interrupted()
     except OSError as e:
-        if not e.filename and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        if not e.filename and not full:
             raise                                        # of no file: a network's, or a mistake of ours
-        stop(f"{e.filename or 'disk'}: {e.strerror}; {kept}", everywhere=True)
+        remedy = f"free some space; {kept}" if full else "give a path that is there and may be written"
+        stop(f"{e.filename or 'disk'}: {e.strerror}; {remedy}", everywhere=True)
+    finally:
+        signal.signal(signal.SIGINT, was or signal.default_int_handler)
 
 
 def write_whole(path, content: bytes):
     """The file is there whole or not at all, also after a power cut."""
     tmp = Path(f"{path}.part")
-    with open(tmp, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(tmp, path)
+    try:
+        with open(tmp, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            tmp.unlink()                                 # of a full disk it would be the last straw
+        raise OSError(e.errno, e.strerror, str(path)) from None
 
 
 if __name__ == "__main__":
@@ -386,9 +402,11 @@ if __name__ == "__main__":
         raise SystemExit(0 if len(sys.argv) == 2 else 2)
     source = sys.argv[1]
     with safely("nothing was to be kept"):
-        decoded = {"decoding_order", "response_token_ids"} & next(rows(source))[1].keys()
-        found = [r for _, r in read_records(source, need_order=False)] if decoded else read_prompts(source)
-    print(f"{source}: {len(found)} items, {sum('decoding_order' in r for r in found)} of them trajectories, "
-          f"{sum(r.get('answer') is not None for r in found)} with a gold answer, "
-          f"{sum(r.get('correct') is True for r in found)} judged right, "
-          f"{sum(r.get('correct') is False for r in found)} wrong")
+        first = next(rows(source))[1]
+        decoded = {"decoding_order", "response_token_ids"} & first.keys()
+        records = read_records(source, need_order="decoding_order" in first)
+        found = [r for _, r in records] if decoded else read_prompts(source)
+        print(f"{source}: {len(found)} items, {sum('decoding_order' in r for r in found)} of them trajectories, "
+              f"{sum(r.get('answer') is not None for r in found)} with a gold answer, "
+              f"{sum(r.get('correct') is True for r in found)} judged right, "
+              f"{sum(r.get('correct') is False for r in found)} wrong")

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import lora
 from data import Bar, check_record, first_end, judge, lines, prompt_ids, read_prompts, safely
-from model import Flags, load, load_tokenizer, read_config, skeleton, stop
+from model import Flags, fingerprint, load, load_tokenizer, read_config, skeleton, stop
 
 # isort: split
 import numpy as np
@@ -205,8 +205,8 @@ def make_settings(a, c, family: dict, end_ids: list[int]):
     if a.schedule is None and (a.block or a.tokens_per_step or a.threshold is not None):
         s.schedule = "even"                              # Dream's own schedule knows neither blocks nor a fixed k
     if s.length < 1 or s.block < 1 or s.length % s.block:
-        stop(f"--length {s.length} --block {s.block}: the length must be a multiple of the block; "
-             f"try --block {s.length}")
+        stop(f"--length {s.length} --block {s.block}: the length must be a multiple of the block, both at least 1; "
+             f"try --block {max(1, s.length)}")
     blocks = s.length // s.block
     if s.tokens_per_step and s.steps:
         stop(f"--steps {s.steps} --tokens-per-step {s.tokens_per_step}: one follows from the other; give one")
@@ -244,9 +244,12 @@ def finished(path: str, head: dict):
     """What the file holds: done, {id: (place, prompt's ids)}, and its size. Another run's file is refused untouched; a
     last line that a kill cut off is removed, one that only lacks its end gets it."""
     seen = SimpleNamespace(size=0, done={})
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        fault = "is a folder" if os.path.isdir(path) else "its folder is not there"
-        stop(f"--out {path}: {fault}; give a file in an existing folder")
+    folder = os.path.dirname(path) or "."
+    for wrong, fault in ((os.path.isdir(path), "is a folder"), (not os.path.isdir(folder), "its folder is not there"),
+                         (os.path.exists(path) and not os.path.isfile(path), "is no ordinary file"),
+                         (not os.access(path if os.path.exists(path) else folder, os.W_OK), "may not be written")):
+        if wrong:
+            stop(f"--out {path}: {fault}; give a file in an existing folder")
     if not os.path.exists(path):
         return seen
     with open(path, "rb+") as f:
@@ -280,9 +283,9 @@ def finished(path: str, head: dict):
     return seen
 
 
-def append(path: str, record: dict, seen):
+def append(path: str, record: dict, seen) -> bool:
     """One whole line behind whole lines, once an id, whoever else writes: under a lock, after a look at what others
-    added, where a killed one may have left half a line; taken back if the disk is full."""
+    added, where a killed one may have left half a line; taken back if the disk is full. Was it written?"""
     line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
     with open(path, "ab+", buffering=0) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -290,9 +293,12 @@ def append(path: str, record: dict, seen):
         new = f.read()
         seen.size = start + new.rfind(b"\n") + 1
         f.truncate(seen.size)
-        seen.done.update((str(json.loads(x)["id"]), None) for x in new.split(b"\n")[:-1])
+        for r in map(json.loads, new.split(b"\n")[:-1]):
+            if (r["model"], r["decode"]) != (record["model"], record["decode"]):
+                stop(f"--out {path}: another process decodes into it with other settings; give another --out", True)
+            seen.done[str(r["id"])] = None
         if str(record["id"]) in seen.done:
-            return
+            return False
         try:
             if f.write(line) != len(line):
                 raise OSError(28, "No space left on device", path)
@@ -300,6 +306,7 @@ def append(path: str, record: dict, seen):
             f.truncate(seen.size)
             raise
         seen.size += len(line)
+        return True
 
 
 def coloured(row, tok) -> str:
@@ -385,9 +392,11 @@ def run(a):
     s, logged = make_settings(a, c, family, tok.end_ids)
     head = dict(model=dict(name=a.model, mask_id=c.mask_id, vocab_size=c.vocab, end_ids=tok.end_ids),
                 decode=dict(logged, raw_prompt=a.raw_prompt, adapter=a.adapter))
+    head["model"]["crc32"] = fingerprint(c.folder)
     pairs = encode_prompts(items, tok, c, s, a.raw_prompt)
     if a.adapter:                                        # does it fit? Known before gigabytes are read
         lora.load(skeleton(a.model), a.adapter)
+        head["decode"]["adapter_crc32"] = fingerprint(a.adapter)
     # Shards of four batches, smaller if not every rank would get one. A shard that a kill cut short is decoded anew in
     # the same batches: the same command ends in the same records, to the last digit
     pairs = [(str(items[n]["id"]), ids) for n, ids in pairs]
@@ -406,18 +415,18 @@ def run(a):
         lora.load(model, a.adapter)
     rows = (row for shard in shards if any(key not in done for key, _ in shard)
             for row in decode(model, shard, s, a.batch_size) if row.key not in done)
-    bar, start, tokens, valid = Bar(total, "decode", there), time.time(), 0, 0
+    bar, start, tokens, valid, written = Bar(total, "decode", there), time.time(), 0, 0, 0
     for n, row in enumerate(rows, 1):
         record = make_record(row, by_id[row.key], tok, s, head)
         if a.out:
-            append(a.out, record, seen)
+            written += append(a.out, record, seen)
         if a.show and n == 1:
             print(f"{record['prompt']}\n{coloured(row, tok)}\n{row.step} steps; pale = early, dark = late, "
                   f"a dot = never needed; judged {record['correct']}")
         tokens, valid = tokens + int((row.order >= 0).sum()), valid + (record["correct"] is not False)
         bar(there + n, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / n:.0f} % valid")
     if rank == 0 and a.out:
-        print(f"{a.out}: {total - there} decoded now, {there} were there"
+        print(f"{a.out}: {written} decoded now, {total - written} were there"
               + (f" (rank 0 of {world})" if world > 1 else ""))
 
 

@@ -15,10 +15,12 @@ import datetime
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import platform
 import sys
+import zlib
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +28,7 @@ from pathlib import Path
 import lora
 from data import Bar, first_end, lines, read_prompts, read_records, safely, write_whole
 from decode import add_flags, decode, encode_prompts, make_record, make_settings, place_of_work
-from model import Flags, load, load_tokenizer, read_config, read_json, skeleton, stop
+from model import Flags, fingerprint, load, load_tokenizer, read_config, read_json, skeleton, stop
 from tabom import TokenStats, collate, commit, read_data, view
 
 # isort: split
@@ -59,7 +61,7 @@ def run(model, tok, c, items: list, s, logged: dict, a, what: str, rank=0, world
         n = names[row.key]
         records[n] = make_record(row, items[n], tok, s, head)
         right += records[n]["correct"] is True
-        bar(len(records), f"{100 * right / len(records):.1f} % right")
+        bar(len(records), f"{100 * right / len(records):.1f} % right" if items[n]["answer"] is not None else "")
     if world > 1:
         if not torch.distributed.is_initialized():               # a day: ranks wait while rank 0 scores what they wrote
             torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=1))
@@ -212,6 +214,10 @@ def register():
 
 def benchmarks(a, todo: dict[str, dict], out: Path):
     """The harness's results for each of {name: what is known of the run}; the weights are loaded once."""
+    if a.task_path and not Path(a.task_path).is_dir():
+        stop(f"--task-path {a.task_path}: no such folder; give one with the tasks' .yaml files")
+    from huggingface_hub.utils import logging
+    logging.set_verbosity_error()                                # its retries without a network are a dozen lines
     lm, names = register()(a.model, flags=a), a.tasks.split(",")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -257,6 +263,12 @@ def axes(title: str, x: str, y: str, size=(5.5, 3.6)):
     return fig, ax
 
 
+def save(fig, path):
+    picture = io.BytesIO()
+    fig.savefig(picture, format="png")
+    write_whole(path, picture.getvalue())
+
+
 def draw_lines(path, curves: dict[str, tuple], title: str, x: str, y: str):
     """curves: {name: (x values, y values)} as one labelled picture; none without any."""
     if not curves:
@@ -266,7 +278,7 @@ def draw_lines(path, curves: dict[str, tuple], title: str, x: str, y: str):
         ax.plot(xs, ys, label=name, linewidth=1.6)
     if len(curves) > 1:
         ax.legend(frameon=False)
-    fig.savefig(path)
+    save(fig, path)
 
 
 def draw_measures(out: Path, named: dict[str, list[dict]]):
@@ -301,7 +313,7 @@ def draw_map(path, model, r: dict, tok, c, batch_size: int):
     if width <= 64:
         ax.set_xticks(range(width), [tok.decode([t]) for t in r["response_token_ids"][:width]], fontsize=6)
     fig.colorbar(image, label="entropy (nats)")
-    fig.savefig(path)
+    save(fig, path)
 
 
 def draw_curves(paths: list[str], out: Path):
@@ -322,6 +334,7 @@ def draw_curves(paths: list[str], out: Path):
                 steps = [r["step"] for _, r in rows[k - 1:]]
                 curves[Path(path).parent.name] = steps, np.convolve(ys, np.ones(k) / k, "valid")
         draw_lines(out / f"curve-{key}.png", curves, f"Training: {key}", "step", key)
+        print(f"{out}/curve-{key}.png: {len(curves)} runs" if curves else f"{key}: no step has it, so no curve")
 
 
 # ---------------------------------------------------------------- the study's report
@@ -457,7 +470,7 @@ def report(study: Path):
     ax.set_xticks(range(len(METHODS) + 1), [m[0] for m in METHODS.values()] + ["TABOM, CE only"])
     ax.axhline(0, color="black", linewidth=0.8)
     ax.legend(frameon=False)
-    fig.savefig(study / "gains.png")
+    save(fig, study / "gains.png")
     print("\n".join(text))
 
 
@@ -500,7 +513,10 @@ def main():
     p.set_defaults(length=None)                                  # not given: a benchmark's own, else the usual one
     a = p.parse_args()
     if a.tune or a.report:
-        return print(best_of(Path(a.tune))) if a.tune else report(Path(a.report))
+        try:
+            return print(best_of(Path(a.tune))) if a.tune else report(Path(a.report))
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            stop(f"{a.tune or a.report}: a result there is not whole ({type(e).__name__}: {e}); measure it again")
     out = Path(a.out)
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
@@ -515,6 +531,8 @@ def main():
             (a.batch_size < 1 or min(a.limit, a.tds, a.num_fewshot, a.window) < 0 or a.window == 1,
              f"--batch-size {a.batch_size} --limit {a.limit} --tds {a.tds} --num-fewshot {a.num_fewshot} --window "
              f"{a.window}: the batch is at least 1, the window 2 or 0 for all, the others are not negative"),
+            (not (a.prompts or a.order or a.ce or a.tasks or a.curves),
+             "nothing to measure: give --prompts, --order, --ce or --tasks"),
             (a.tds and not a.prompts, f"--tds {a.tds}: is measured on decoded prompts; give --prompts"),
             (a.tasks and (a.prompts or a.order or a.ce or a.parallel), f"--tasks {a.tasks}: goes without --prompts, "
              "--order, --ce and --parallel; its tokens per step are --tokens-per-step"),
@@ -539,15 +557,20 @@ def main():
         a.parallel = a.parallel or [f"steps{a.steps}" if a.steps else a.tokens_per_step or 1 if a.threshold is None
                                     else f"threshold{a.threshold:g}"]
     settings = {k: v for k, v in vars(a).items() if k not in ("adapter", "out", "pictures", "curves")}
+    files = [f for f in (*a.prompts, a.order, *(a.ce or [])) if f and Path(f).is_file()]
+    settings["crc32"] = {f: f"{zlib.crc32(Path(f).read_bytes()):08x}" for f in files}    # they change under their names
+    settings["crc32"][a.model] = fingerprint(read_config(a.model)[0].folder)
     about = dict(settings=settings, commit=commit(), torch=torch.__version__, python=platform.python_version(),
                  transformers=version("transformers"),
                  device=torch.cuda.get_device_name() if "cuda" in device
                  else f"CPU {platform.machine()}, {torch.get_num_threads()} threads")
-    results = {n: read_json(out / f"{n}.json") for n in adapters if (out / f"{n}.json").exists()}
+    results = {n: read_json(out / f"{n}.json", remedy="delete it") for n in adapters if (out / f"{n}.json").exists()}
     for n, r in results.items():
         if r.get("settings") != settings or r.get("adapter_sha256") != adapters[n]["adapter_sha256"]:
             what = "other settings" if r.get("settings") != settings else f"another adapter, {r.get('adapter')}"
             stop(f"{out}/{n}.json: was measured with {what}; give another --out or name, or delete it")
+        if rank == 0:
+            print(f"{n}: was measured before, {out}/{n}.json")
     todo = {n: dict(about, name=n, **adapters[n]) for n in adapters if n not in results}
     if a.tasks:
         return benchmarks(a, todo, out)

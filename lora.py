@@ -6,13 +6,12 @@ Adapter weights are fp32, whatever the base's type; products run in the activati
 """
 import contextlib
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 
 from data import safely, write_whole
-from model import Flags, find, put, read_json, shards, stop, tensors
+from model import Flags, find, fitting_shards, put, read_json, skeleton, stop, tensors
 
 # isort: split
 import torch
@@ -121,7 +120,7 @@ def read(folder) -> tuple[dict, float, int]:
             stop(f"{folder}/adapter_config.json: {key} is {config[key]!r}, which is not built; train without it")
     r, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(r) is not int or r < 1 or type(alpha) not in (int, float) \
-            or not math.isfinite(alpha):
+            or not abs(alpha) < 1e9:
         stop(f"{folder}/adapter_config.json: not a LoRA adapter (peft_type {config.get('peft_type')!r}, r {r!r}, "
              f"lora_alpha {alpha!r}); save the adapter again")
     try:
@@ -131,6 +130,7 @@ def read(folder) -> tuple[dict, float, int]:
              f"again")
     found: dict = {}
     for key, value in flat.items():
+        value = value.float()
         path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or value.ndim != 2 or value.shape[0 if kind == "A" else 1] != r:
             stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}; "
@@ -171,28 +171,31 @@ def load(model: nn.Module, folder):
 def merge_checkpoint(name: str, adapter: str, out: str):
     """Shard by shard, in the original's file names and types; everything else in its folder is copied unread."""
     found, scale, _ = read(adapter)
-    if os.path.exists(out):
-        stop(f"--out {out}: is there already; give a new folder")
-    source = find(name, "*.safetensors", "*.py")
-    where, tmp = shards(source), Path(f"{out}.part")
+    out = os.path.normpath(out)
+    if os.path.exists(out) or not os.path.isdir(os.path.dirname(out) or "."):
+        fault = "is there already" if os.path.exists(out) else "its folder is not there"
+        stop(f"--out {out}: {fault}; give a new folder in an existing one")
+    model, source = skeleton(name), find(name, "*.safetensors", "*.py")
+    where, tmp = fitting_shards(model, source), Path(f"{out}.part")
     for path, ab in found.items():                       # all of it before the first byte is written
         key = f"{path}.weight"
         check_fit(adapter, path, ab, next(tensors({key: where[key]}))[1].shape if key in where else None)
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    for file in sorted(set(where.values())):
-        merged = {}
-        for key, w in tensors({k: p for k, p in where.items() if p == file}):
-            ab = found.get(key.removesuffix(".weight"))
-            if ab:
-                w = (w.float() + scale * ab["B"].float() @ ab["A"].float()).to(w.dtype)
-            merged[key] = w
-        write_whole(tmp / file.name, to_bytes(merged, metadata={"format": "pt"}))
-        print(f"{file.name}: {len(merged)} tensors", flush=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            shutil.copyfile(file, tmp / file.name)
-    os.rename(tmp, out)
+    try:
+        for file in sorted(set(where.values())):
+            merged = {}
+            for key, w in tensors({k: p for k, p in where.items() if p == file}):
+                ab = found.get(key.removesuffix(".weight"))
+                merged[key] = w if ab is None else (w.float() + scale * ab["B"] @ ab["A"]).to(w.dtype)
+            write_whole(tmp / file.name, to_bytes(merged, metadata={"format": "pt"}))
+            print(f"{file.name}: {len(merged)} tensors", flush=True)
+        for file in source.iterdir():
+            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+                shutil.copyfile(file, tmp / file.name)
+        os.rename(tmp, out)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)           # of a full disk, too; renamed, it is not there any more
     print(f"{out}: {name} with {adapter} merged into {len(found)} layers")
 
 

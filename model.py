@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,13 @@ class Flags(argparse.ArgumentParser):
 
     def error(self, message: str):
         stop(f"{message}; {self.prog} --help lists the flags")
+
+    def parse_args(self, *own):
+        a = super().parse_args(*own)
+        for k, v in vars(a).items():                    # an unset shell variable, most likely
+            if v == "" or (isinstance(v, list) and "" in v):
+                stop(f"--{k.replace('_', '-')} '': is empty; give a value, or leave the flag out")
+        return a
 
 
 def put(root: nn.Module, path: str, child: nn.Module):
@@ -210,7 +218,7 @@ def read_json(path: Path, first_line: bool = False, remedy: str = "download it a
         text = path.read_text("utf-8")
         value = json.loads(text.partition("\n")[0] if first_line else text)
     except OSError:
-        stop(f"{path}: not there, or not to be read; a model folder needs it")
+        stop(f"{path}: not there, or not to be read; a model or adapter folder needs its config")
     except (ValueError, RecursionError) as e:
         stop(f"{path}: not JSON ({e}); {remedy}")
     return value if isinstance(value, dict) else stop(f"{path}: holds no JSON object; {remedy}")
@@ -220,7 +228,7 @@ def read_config(name: str):
     """config.json as (c, family): c has width, layers, heads, ... under our names, c.folder and c.name."""
     folder = find(name)
     path, raw = folder / "config.json", read_json(folder / "config.json")
-    family = FAMILIES.get(raw.get("model_type"))
+    family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         why = " and asks to run code of its own (auto_map), which is never done" if "auto_map" in raw else ""
         stop(f"{path}: model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}{why}; "
@@ -233,9 +241,10 @@ def read_config(name: str):
         stop(f"{path}: field {missing[0]} is missing; take config.json from the model's hub page")
     c = SimpleNamespace(**{ours: raw[theirs] for ours, theirs in family["fields"].items()},
                         name=str(name), folder=folder, model_type=raw["model_type"])
-    wrong = [k for k, v in vars(c).items() if k not in ("name", "folder", "tied", "model_type") and not (
-        isinstance(v, float if k == "eps" else (int, float) if k == "theta" else int) and v >= 0)]
-    wrong += [k for k in ("mask_id", "eos_id") if not wrong and not 0 <= getattr(c, k) < c.vocab]
+    sizes = {k: v for k, v in vars(c).items() if k not in ("name", "folder", "tied", "model_type", "eps", "theta")}
+    wrong = [k for k, v in sizes.items() if type(v) is not int or not (0 if "_id" in k else 1) <= v < 1 << 31]
+    wrong += [k for k in ("eps", "theta") if type(getattr(c, k)) not in (int, float) or not 0 < getattr(c, k) < 1e30]
+    wrong += [k for k in ("mask_id", "eos_id") if not wrong and not (getattr(c, k) < c.vocab and c.mask_id != c.eos_id)]
     if wrong or c.heads < 1 or c.width % c.heads or c.kv_heads < 1 or c.heads % c.kv_heads:
         key = family["fields"][wrong[0] if wrong else "heads"]
         stop(f"{path}: {key} is {raw[key]!r}, which cannot be; take config.json from the model's hub page")
@@ -257,7 +266,7 @@ def shards(folder: Path) -> dict[str, Path]:
         try:
             with safe_open(single, "pt") as f:
                 where = dict.fromkeys(f.keys(), single)
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             stop(f"{single}: not a whole safetensors file ({e}); download it again")
     else:
         stop(f"{folder}: no model.safetensors and no index; "
@@ -271,8 +280,23 @@ def tensors(where: dict[str, Path], device="cpu"):
         try:
             with safe_open(path, "pt", device=str(device)) as f:
                 yield key, f.get_tensor(key)
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             stop(f"{path}: cannot read {key} ({e}); download it again")
+
+
+def fingerprint(folder) -> str:
+    """Tells weights, or adapters, under one name apart: a hub snapshot by its commit, a folder by a checksum, of large
+    files 64 KB of every 8 MB."""
+    folder, crc = Path(folder).absolute(), 0
+    if folder.parent.name == "snapshots":
+        return folder.name[:8]
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            for start in range(0, size, 8 << 20):
+                f.seek(start)
+                crc = zlib.crc32(f.read(8 << 20 if size < 256 << 20 else 64 << 10), crc)
+    return f"{crc:08x}"
 
 
 def skeleton(name: str) -> Model:
@@ -281,17 +305,23 @@ def skeleton(name: str) -> Model:
         return Model(*read_config(name))
 
 
-def load(name: str, device="cpu", dtype=torch.float32) -> Model:
-    """The model with its weights, frozen, in eval mode. Needs their memory once: made on meta, then assigned."""
-    model = skeleton(name)
-    c, family, where = model.config, model.family, shards(find(name, "*.safetensors"))
-    want = dict(model.named_parameters())                # a tied head is one parameter and appears once
-    where.pop(family["head"] + ".weight" if c.tied else "", None)
+def fitting_shards(model: Model, folder: Path) -> dict[str, Path]:
+    """shards, of just the tensors the model has."""
+    where, want = shards(folder), dict(model.named_parameters())     # a tied head is one parameter and appears once
+    where.pop(model.family["head"] + ".weight" if model.config.tied else "", None)
     odd = [k for k in want if k not in where] or [k for k in where if k not in want]
     if odd:
         what = "lacks" if odd[0] in want else "has the unknown"
-        stop(f"{c.folder}: the checkpoint {what} tensor {odd[0]} ({len(odd)} in all); "
+        stop(f"{folder}: the checkpoint {what} tensor {odd[0]} ({len(odd)} in all); "
              f"it is not the model its config.json describes")
+    return where
+
+
+def load(name: str, device="cpu", dtype=torch.float32) -> Model:
+    """The model with its weights, frozen, in eval mode. Needs their memory once: made on meta, then assigned."""
+    model = skeleton(name)
+    c, family, want = model.config, model.family, dict(model.named_parameters())
+    where = fitting_shards(model, find(name, "*.safetensors"))
     for key, value in tensors(where, device):
         if value.shape != want[key].shape:
             stop(f"{where[key]}: {key} has shape {tuple(value.shape)}, config.json says {tuple(want[key].shape)}")

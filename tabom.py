@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import lora
 from data import Bar, first_end, prompt_ids, read_records, safely, total_order, write_whole
 from decode import place_of_work, slices
-from model import Flags, load, load_tokenizer, read_config, read_json, skeleton, stop
+from model import Flags, fingerprint, load, load_tokenizer, read_config, read_json, skeleton, stop
 
 # isort: split
 import numpy as np
@@ -219,7 +219,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 def read_data(a, c, tok, rank: int) -> list:
     """Records ready to train on; says how many were left out, and why."""
-    kept, out, named = [], {}, None
+    kept, out, named, weights = [], {}, None, fingerprint(c.folder)
     for number, (place, r) in enumerate(read_records(a.data, need_order=a.method != "sft")):
         if a.limit and number >= a.limit:
             break
@@ -227,6 +227,9 @@ def read_data(a, c, tok, rank: int) -> list:
         if m and (m["mask_id"], m["vocab_size"]) != (c.mask_id, c.vocab):
             stop(f"{place}: decoded by {m['name']} (mask {m['mask_id']}, vocabulary {m['vocab_size']}), but {c.name} "
                  f"has mask {c.mask_id}, vocabulary {c.vocab}; pass the --model of the trajectories")
+        if m and m.get("crc32") not in (None, weights):
+            stop(f"{place}: decoded by {m['name']} with other weights than {c.name} has; pass the --model of the "
+                 f"trajectories, or drop model and decode from the records to train on them all the same")
         if m and m["name"] != (named := named or m["name"]):
             stop(f"{place}: decoded by {m['name']}, those before by {named}; a file must be of one model, split it")
         prompt = r.get("prompt_token_ids") or prompt_ids(place, tok, r)
@@ -240,9 +243,12 @@ def read_data(a, c, tok, rank: int) -> list:
                 continue
             ids = np.array(ids + [c.eos_id] * (a.length - len(ids)))
             order = np.zeros(len(ids), np.int64)
-        if max(ids.max(), max(prompt)) >= c.vocab or len(prompt) + len(ids) > c.positions:
-            stop(f"{place}: token {max(ids.max(), max(prompt))} for a vocabulary of {c.vocab}, or {len(prompt)} + "
-                 f"{len(ids)} tokens for {c.positions} positions; pass the --model of the trajectories, or drop it")
+        if max(ids.max(), max(prompt)) >= c.vocab:
+            stop(f"{place}: token {max(ids.max(), max(prompt))} for a vocabulary of {c.vocab}; pass the --model of the "
+                 f"trajectories")
+        if len(prompt) + len(ids) > c.positions:
+            stop(f"{place}: {len(prompt)} + {len(ids)} tokens for the model's {c.positions} positions; drop it, or of "
+                 f"ground truth give a smaller --length")
         if ((ids == c.mask_id) & (order >= 0)).any():
             stop(f"{place}: response_token_ids holds the mask token {c.mask_id} where decoding_order is not -1; "
                  f"pass the --model of the trajectories, or drop it")
@@ -265,7 +271,7 @@ def read_data(a, c, tok, rank: int) -> list:
         stop(f"{a.data}: no record to train on ({told}); decode more prompts, or --all keeps unfinished and wrong ones")
     if rank == 0:
         print(f"{a.data}: {len(kept)} records" + (f", left out {told}" if told else ""), flush=True)
-        if named and os.path.normpath(named) != os.path.normpath(c.name):
+        if named and not (m or {}).get("crc32") and os.path.normpath(named) != os.path.normpath(c.name):
             print(f"{a.data}: decoded by {named}, not by {c.name}: is it the same model?", flush=True)
     return kept
 
@@ -275,11 +281,23 @@ def write_folder(path: Path, write):
     tmp = path.with_name(path.name + ".part")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    write(tmp)
-    for file in tmp.iterdir():
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
-    os.rename(tmp, path)
+    try:
+        write(tmp)
+        for file in tmp.iterdir():
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+        os.rename(tmp, path)
+    except OSError as e:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise OSError(e.errno, e.strerror, str(path)) from None
+
+
+def step_of(line: str) -> float:
+    """Of a line of log.jsonl; one that a kill cut short is of no step."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def lock(file, out: Path):
@@ -367,14 +385,14 @@ def run(a, held):
     if out.exists() and not out.is_dir():
         stop(f"--out {out}: is a file; give a folder")
     head = read_json(log, True, "give another --out") if log.exists() else {}
+    if head and not isinstance(head.get("settings"), dict):
+        stop(f"{log}: does not start with a run's settings; give another --out")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and head.get("launcher") == os.getppid():
         a.resume = True                  # this torchrun began the run, and has restarted us: go on
-    if rank == 0 and log.exists():
-        with open(log) as f:
-            lock(f, out)
     points = sorted(p for p in out.glob("resume-*") if p.suffix != ".part")
-    if (log.exists() or any(out.glob("*-[0-9]*"))) and not (a.resume and log.exists()):
-        stop(f"--out {out}: holds a run already; --resume to go on with it (by its log.jsonl), or give another --out")
+    if (head or any(out.glob("*-[0-9]*"))) and not (a.resume and head):
+        how = "--resume to go on with it" if head else "its log.jsonl is gone, so nobody can tell whose"
+        stop(f"--out {out}: holds a run already; {how}, or give another --out")
     first = next(read_records(a.data, need_order=a.method != "sft"))[1]                  # mistakes before weights
     name = a.model or first.get("model", {}).get("name") or stop(f"{a.data}: names no model; pass --model")
     c, _ = read_config(name)
@@ -387,11 +405,17 @@ def run(a, held):
     content = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc),
                                (x for r in records for x in (r.prompt, r.ids, r.order, r.rank)), 0)
     same |= dict(data=f"{os.path.basename(a.data)}: {len(records)} records, crc32 {content:08x}",
-                 model=os.path.basename(os.path.normpath(name)), global_batch=a.batch_size * a.grad_accum * world)
+                 model=f"crc32 {fingerprint(c.folder)}",
+                 global_batch=a.batch_size * a.grad_accum * world)
     for k, was in head.get("settings", {}).items():
         if k in same and same[k] != was:
             stop(f"--out {out}: is of a run with {k} {was!r}, now it is {same[k]!r}; "
                  f"use those settings, or another --out")
+    if rank == 0:                        # from here on the folder is ours, if it is still as we saw it
+        out.mkdir(parents=True, exist_ok=True)
+        lock(held.enter_context(open(out / ".lock", "w")), out)
+        if head != (read_json(log, True) if log.exists() else {}) or any(not p.exists() for p in points):
+            stop(f"--out {out}: another process trained into it just now; give another --out, or --resume")
 
     if world > 1:                        # torchrun's restarts share one key store: a prefix each
         wait, attempt = datetime.timedelta(minutes=a.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -422,14 +446,18 @@ def run(a, held):
     total = a.max_steps or per_epoch * a.epochs
     step = 0
     if points:
-        step = json.loads((points[-1] / "state.json").read_text())["step"]
-        saved = load_file(points[-1] / "state.safetensors")
-        with torch.no_grad():
-            for key, p in zip(names, params, strict=True):
-                p.copy_(saved[key])
-        opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
-            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
-            for i, k in enumerate(names)}))
+        try:
+            step = json.loads((points[-1] / "state.json").read_text())["step"]
+            saved = load_file(points[-1] / "state.safetensors")
+            with torch.no_grad():
+                for key, p in zip(names, params, strict=True):
+                    p.copy_(saved[key])
+            opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
+                i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
+                for i, k in enumerate(names)}))
+        except Exception as e:           # not of ours: those appear whole
+            stop(f"{points[-1]}: is damaged ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it to start "
+                 f"over, or give another --out")
 
     def save_point():
         if rank == 0 and not (out / f"resume-{step:07d}").exists():
@@ -445,14 +473,12 @@ def run(a, held):
     if rank == 0:
         for older in points[:-1]:        # a kill came between writing the last one and deleting it
             shutil.rmtree(older)
-        out.mkdir(parents=True, exist_ok=True)
         old = log.read_text().splitlines()[1:] if log.exists() else []
-        old = [x for x in old if x.endswith("}") and json.loads(x)["step"] <= step]
+        old = [x for x in old if step_of(x) <= step]
         head = dict(args=vars(a), settings=same, model=name, records=len(records), steps=total, world=world,
                     launcher=os.getppid(), commit=commit(), torch=torch.__version__, python=platform.python_version(),
                     device=torch.cuda.get_device_name() if "cuda" in device else platform.processor() or "cpu")
         write_whole(log, "".join(x + "\n" for x in [json.dumps(head), *old]).encode())
-        lock(held.enter_context(open(log)), out)
         print(f"{name}: {sum(p.numel() for p in params):,} LoRA parameters on {len(params) // 2} layers; "
               f"{total} steps of {size}", flush=True)
     bar, batches = Bar(total, "step", step, 0), None

@@ -368,6 +368,30 @@ def break_config(folder):
     return "config.json"
 
 
+def break_type(folder):
+    edit_config(folder, model_type=["llada"])
+    return "['llada']"
+
+
+def break_size(folder):
+    config = json.loads((folder / "config.json").read_text())
+    field = "mlp_hidden_size" if config["model_type"] == "llada" else "intermediate_size"
+    edit_config(folder, **{field: True})
+    return f"{field} is True"
+
+
+def break_theta(folder):
+    edit_config(folder, rope_theta=math.inf)
+    return "rope_theta is inf"
+
+
+def break_folder(folder):
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "model.safetensors").mkdir()
+    return "model.safetensors"
+
+
 def break_deep(folder):
     (folder / "config.json").write_text("[" * 100_000)
     return "config.json"
@@ -396,7 +420,7 @@ def break_bin(folder):
 @both
 @pytest.mark.parametrize("broken", [break_shard, break_extra, break_lacking, break_shape, break_half, break_lie,
                                     break_family, break_remote, break_kind, break_config, break_deep, break_mask,
-                                    break_map, break_bin])
+                                    break_type, break_size, break_theta, break_folder, break_map, break_bin])
 def test_wrong_checkpoint_is_named_in_one_line(family, broken, tmp_path, refused):
     folder = Path(tiny(family, tmp_path / "broken", files=3))
     with refused(broken(folder)):
@@ -459,7 +483,7 @@ def test_a_rank_may_be_the_only_one_that_knows(capsys, monkeypatch):
         models.stop("what all ranks see")
     with pytest.raises(SystemExit), data.safely("all is kept"):
         raise OSError(28, "No space left on device", "t.jsonl")
-    assert capsys.readouterr().err == "rank 9: t.jsonl: No space left on device; all is kept\n"
+    assert capsys.readouterr().err == "rank 9: t.jsonl: No space left on device; free some space; all is kept\n"
 
 
 @both
@@ -638,6 +662,11 @@ def test_wrong_adapter_is_named_in_one_line(folders, tmp_path, refused):
     with refused(half / shard, "download it again"):
         lora.merge_checkpoint(str(half), tmp_path / "a", tmp_path / "merged")
     assert not list(tmp_path.glob("merged*"))
+    (Path(tiny("llada", tmp_path / "no-model")) / "config.json").unlink()
+    with refused(tmp_path / "no-model" / "config.json", "not there"):
+        lora.merge_checkpoint(str(tmp_path / "no-model"), tmp_path / "a", tmp_path / "merged")
+    lora.merge_checkpoint(folders["llada"], tmp_path / "a", f"{tmp_path}/merged/")       # a shell completes the slash
+    assert models.load(str(tmp_path / "merged")) and not (tmp_path / "merged" / ".part").exists()
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | dict(lora_alpha=math.nan)))
     with refused("lora_alpha nan"):
@@ -1254,7 +1283,8 @@ def test_record_replays(family, flags, cli, folders, nets):
         assert set(r) == set(data.FIELDS) and data.check_record("here", r)
         assert r["prompt"] == task["prompt"] and r["answer"] == (task["answer"] and str(task["answer"]))
         assert tok.decode(r["prompt_token_ids"]) == f"[user]{task['prompt']}[assistant]"
-        assert r["model"] == dict(name=folders[family], mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])
+        assert r["model"] == dict(name=folders[family], mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot],
+                                  crc32=models.fingerprint(folders[family]))
         assert r["decode"]["length"] == 16 and r["decode"]["seed"] == 0 and r["method"] == r["decode"]["score"]
         order, final, canvas = np.array(r["decoding_order"]), np.array(r["response_token_ids"]), np.full(16, i.mask)
         for step in range(order.max() + 1):
@@ -1302,6 +1332,29 @@ def test_a_last_line_without_its_end_is_kept(cli, tmp_path, refused):
         assert path.read_bytes().startswith(before + b"\n")
 
 
+def test_weights_or_adapter_replaced_in_place_are_refused(cli, folders, nets, train, tmp_path, refused):
+    """The path is the same, what lies there is not: decode.py does not go on, tabom.py neither trains nor resumes."""
+    model = Path(shutil.copytree(folders["llada"], tmp_path / "m"))
+    net = models.load(str(model))
+    lora.wrap(net)
+    lora.save(net, tmp_path / "a")
+    flags = f"--length 8 --model {model} --limit 4 --suppress-eos"
+    cli("t.jsonl", flags)
+    cli("with.jsonl", f"{flags} --adapter {tmp_path / 'a'}")
+    train("run", "--all --max-steps 2", tmp_path / "t.jsonl")
+    lora.save(filled(net, scale=3.0), tmp_path / "a")
+    with refused("with.jsonl:1: was decoded with adapter_crc32"):
+        cli("with.jsonl", f"{flags} --adapter {tmp_path / 'a'}")
+    weights = load_file(model / "model.safetensors")
+    save_file({k: 2 * v for k, v in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    with refused("t.jsonl:1: was decoded with crc32"):
+        cli("t.jsonl", flags)
+    with refused("t.jsonl:1: decoded by", "with other weights than", "pass the --model"):
+        train("other", "--all --max-steps 2", tmp_path / "t.jsonl")
+    moved = shutil.copytree(folders["llada"], tmp_path / "moved")
+    train("moved-run", f"--all --max-steps 2 --model {moved}", tmp_path / "t.jsonl")
+
+
 def test_the_same_id_with_another_prompt_is_refused(cli, tmp_path, refused):
     """Two files without ids of their own number their prompts alike."""
     cli("t.jsonl", "--length 12 --limit 2")
@@ -1312,7 +1365,7 @@ def test_the_same_id_with_another_prompt_is_refused(cli, tmp_path, refused):
     assert (tmp_path / "t.jsonl").read_bytes() == before
 
 
-def test_writers_share_a_file_and_survive_a_killed_one(tmp_path):
+def test_writers_share_a_file_and_survive_a_killed_one(tmp_path, refused):
     """Another process has written record 1 and died in the middle of record 2; nobody may lose or double a line."""
     path, head = str(tmp_path / "t.jsonl"), dict(model=good_record()["model"], decode=good_record()["decode"])
     seen, rows = decode.finished(path, head), [good_record() | dict(id=n) for n in range(4)]
@@ -1325,6 +1378,10 @@ def test_writers_share_a_file_and_survive_a_killed_one(tmp_path):
     decode.append(path, rows[3], other)
     decode.append(path, rows[3], seen)
     assert [r for _, r in data.lines(path)] == rows and list(other.done) == ["0", "1", "2"]
+    with open(path, "a") as f:
+        f.write(json.dumps(good_record() | dict(id=5, decode=dict(length=9))) + "\n")
+    with refused(f"--out {path}: another process decodes into it with other settings"):
+        decode.append(path, good_record() | dict(id=6), seen)
     os.truncate(path, 0)                                 # somebody emptied it: not filled up with zeros
     decode.append(path, good_record() | dict(id=4), seen)
     assert list(data.lines(path)) == [(f"{path}:1", good_record() | dict(id=4))]
@@ -1453,14 +1510,26 @@ def test_a_file_cut_anywhere_goes_on_to_the_same_lines(cli, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["read_prompts", "load"])
-def test_ctrl_c_before_the_first_step_is_no_traceback_either(moment, cli, monkeypatch, capsys):
+def test_ctrl_c_before_the_first_step_is_no_traceback_either(moment, cli, monkeypatch, capfd):
     def interrupted(*_):
         raise KeyboardInterrupt
     monkeypatch.setattr(decode, moment, interrupted)
     monkeypatch.setattr(os, "_exit", sys.exit)           # the real one would end the tests as well
     with pytest.raises(SystemExit) as e:
         cli("t.jsonl")
-    assert e.value.code == 130 and "interrupted" in capsys.readouterr().err
+    assert e.value.code == 130 and "interrupted" in capfd.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(cli, tmp_path):
+    """... | head: standard output is closed before we write to it."""
+    for argv in ([HERE / "data.py", tmp_path / "prompts.jsonl"], cli.argv("t.jsonl", "--length 8"),
+                 cli.argv(None, "--length 8 --show")):
+        job = subprocess.Popen([sys.executable, *argv], env=one_thread(), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+        job.stdout.close()
+        said = job.stderr.read()
+        assert job.wait() == 130 and "interrupted; " in said and "Traceback" not in said, said
+    assert len(read(tmp_path / "t.jsonl")) == len(TASKS)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -2061,7 +2130,7 @@ def assert_close_runs(a, b):
 def test_run_leaves_adapters_log_and_resume_point(train, folders, capsys):
     out = train("run", "--epochs 2 --batch-size 4 --log-every 3 --save-every 5")
     shown, (head, rows) = capsys.readouterr(), log_of(out)                   # 21 records: 6 steps an epoch
-    assert sorted(p.name for p in out.iterdir()) == ["epoch-1", "epoch-2", "log.jsonl", "resume-0000012"]
+    assert sorted(p.name for p in out.glob("[!.]*")) == ["epoch-1", "epoch-2", "log.jsonl", "resume-0000012"]
     assert head["model"] == folders["llada"] and head["records"] == 21 and head["steps"] == 12 and head["world"] == 1
     assert head["args"]["lam"] == 1 and head["args"]["gamma"] == 0.2
     assert {"commit", "torch", "python", "device"} <= head.keys()
@@ -2279,6 +2348,18 @@ def test_non_finite_loss_stops_with_step_samples_and_last_good_state(folders, tr
         train("run", "--save-every 1 --resume", tmp_path / "bad.jsonl")
 
 
+@pytest.mark.parametrize("file, content", [
+    ("state.json", b""), ("state.json", b"{}"), ("state.json", b"\xff"), ("state.safetensors", b""),
+    ("state.safetensors", None)])
+def test_a_damaged_resume_point_is_named(file, content, train, refused):
+    point, = train("run", "--max-steps 2").glob("resume-*")
+    (point / file).unlink()
+    if content is not None:
+        (point / file).write_bytes(content)
+    with refused(f"{point}: is damaged", "delete it to start over"):
+        train("run", "--max-steps 2 --resume")
+
+
 def test_an_adapter_that_is_not_finite_is_not_kept(train, tmp_path, refused, monkeypatch):
     real, steps = torch.optim.AdamW.step, []
 
@@ -2293,13 +2374,20 @@ def test_an_adapter_that_is_not_finite_is_not_kept(train, tmp_path, refused, mon
     assert [p.name for p in (tmp_path / "run").glob("*-[0-9]*")] == ["resume-0000002"]
 
 
-def test_two_runs_do_not_write_into_one_folder(train, refused):
-    out = train("run", "--max-steps 4")
-    with open(out / "log.jsonl") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        with refused(f"--out {out}: another process is training into it"):
+def test_two_runs_do_not_write_into_one_folder(train, tmp_path, refused):
+    out = tmp_path / "run"
+    for flags in ("--max-steps 4", "--max-steps 4 --resume"):                # before its first step, too
+        out.mkdir(exist_ok=True)
+        with open(out / ".lock", "w") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)
+            with refused(f"--out {out}: another process is training into it"):
+                train("run", flags)
+        train("run", flags)
+    real = tabom.lora.wrap                               # another run begins and ends while we look at the data
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(tabom.lora, "wrap", lambda *x: (out / "log.jsonl").write_text('{"settings": {}}\n') and real(*x))
+        with refused(f"--out {out}: another process trained into it just now"):
             train("run", "--max-steps 4 --resume")
-    train("run", "--max-steps 4 --resume")
     (out / "log.jsonl").write_text("mine\n")
     with refused(out / "log.jsonl", "not JSON", "another --out"):
         train("run", "--max-steps 4 --resume")
@@ -2309,6 +2397,8 @@ def test_out_of_another_run_is_refused(train, tmp_path, refused, folders):
     files = lambda: {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     flags, other, less = "--max-steps 4 --save-every 2", tmp_path / "other", tmp_path / "less"
     shutil.copytree(folders["llada"], other)
+    weights = load_file(other / "model.safetensors")
+    save_file({k: 2 * v for k, v in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
     less.mkdir()
     fewer = write_lines(less / "corpus.jsonl", corpus(folders["llada"])[:20])
     (tmp_path / "mixed").mkdir()
@@ -2322,7 +2412,7 @@ def test_out_of_another_run_is_refused(train, tmp_path, refused, folders):
             ("--seed 9", "seed 3, now it is 9", None), ("--batch-size 8", "global_batch 4, now it is 8", None),
             ("--method sft", "method 'tabom', now it is 'sft'", None),
             ("", "data 'corpus.jsonl: 21 records,", fewer), ("", "data 'corpus.jsonl: 21 records,", mixed),
-            (f"--model {other}", "model 'llada', now it is 'other'", None)):
+            (f"--model {other}", "model 'crc32 ", None)):
         with refused(f"--out {out}: is of a run with {words}", "another --out"):
             train("run", f"{flags} --resume {more}", source or train.data)
     assert files() == before
@@ -2386,8 +2476,7 @@ def test_killed_at_any_write_and_resumed_equals_whole(train, tmp_path):
         assert_same_run(out, whole)
         for x in ("epoch-1/adapter_model.safetensors", "resume-0000003/state.safetensors"):
             assert (out / x).read_bytes() == (whole / x).read_bytes()
-        there = {p.name for p in out.iterdir()} - {"resume-0000002"}         # killed before it went: harmless
-        assert there == {"epoch-1", "epoch-2", "log.jsonl", "resume-0000003"}
+        assert {p.name for p in out.glob("[!.]*")} == {"epoch-1", "epoch-2", "log.jsonl", "resume-0000003"}
     assert code == 0 and n > 20                          # the last child was not hit: every write has been
 
 
@@ -2496,7 +2585,7 @@ def test_ranks_that_see_different_things_stop(fleet):
     agents = [fleet("differ", node, f"--batch-size 4 --seed {n}") for n in range(2)]
     shown = [p.communicate(timeout=300)[0] for p in agents]
     assert all(p.returncode for p in agents) and "goes on from nothing with" in shown[0] + shown[1]
-    assert not (fleet.home / "differ").exists()
+    assert [p.name for p in (fleet.home / "differ").iterdir()] == [".lock"]
 
 
 def test_a_hanging_rank_ends_the_job_with_a_line(fleet):
@@ -2713,6 +2802,11 @@ def test_eval_command_measures_draws_and_does_not_measure_twice(folders, tmp_pat
     assert (tmp_path / "res" / "base.json").stat().st_mtime_ns == before
     other = subprocess.run([*argv, "--seed", "5"], cwd=HERE, capture_output=True, text=True)
     assert other.returncode == 2 and len(other.stderr.splitlines()) == 1
+    prompts = (tmp_path / "p.jsonl").read_text()
+    (tmp_path / "p.jsonl").write_text(prompts.replace("c=", "d="))                   # the same name, other prompts
+    other = subprocess.run(argv, cwd=HERE, capture_output=True, text=True)
+    assert other.returncode == 2 and "other settings" in other.stderr and len(other.stderr.splitlines()) == 1
+    (tmp_path / "p.jsonl").write_text(prompts)
     lora.save(filled(net), tmp_path / "a" / "epoch-1")                               # the same name, another adapter
     other = subprocess.run(argv, cwd=HERE, capture_output=True, text=True)
     assert other.returncode == 2 and "another adapter" in other.stderr and len(other.stderr.splitlines()) == 1
@@ -2966,6 +3060,11 @@ def test_mutated_records_are_refused_with_place_or_sound(draw, tmp_path_factory)
     ("eval.py --model {m} --tasks gsm8k --out {o} --parallel 2", "--tokens-per-step"),
     ("eval.py --model {m} --ce {t} {d}/none.jsonl --out {o}", "none.jsonl"),
     ("eval.py --curves {d}/nowhere/log.jsonl --out {o}", "nowhere"), ("eval.py --tune {d}", "--tune"),
+    ("decode.py --model {m} --prompts {p} --out /dev/null", "is no ordinary file"),
+    ("decode.py --model {m} --prompts {p} --out {o} --adapter=", "--adapter ''"),
+    ("tabom.py --data {t} --out=", "--out ''"), ("eval.py --model {m} --out {o}", "nothing to measure"),
+    ("eval.py --model {m} --tasks x --task-path {d}/none --out {o}", "--task-path"),
+    ("bench.py --plan dream --json {d}", "is a folder"),
     ("toy.py --out {p}", "p.jsonl: File exists"), ("toy.py --out {o} --batch-size 99999999", "--batch-size 99999999"),
     ("toy.py --out {o} --seed 99999999999999999999", "--seed 99999999999999999999"),
     ("bench.py --plan dream --gpu-tflops nan", "--gpu-tflops nan"), ("bench.py --repeats 0", "--repeats 0"),
@@ -3034,8 +3133,8 @@ def test_full_disk_in_training_keeps_the_last_resume_point(train, tmp_path):
     flags, out = "--rank 32 --targets q_proj k_proj v_proj attn_out --epochs 2 --save-every 4", tmp_path / "disk/run"
     with full_disk(tmp_path / "disk", 240, 48) as run:
         said = run("tabom.py", "--data", train.data, "--out", out, *QUICK, *flags.split())
-        assert "No space left on device; --out keeps the last resume point" in said or "File too large" in said
-        assert not (out / "epoch-1").exists()
+        assert "device; free some space; --out keeps the last resume point" in said or "File too large" in said
+        assert not list(out.glob("epoch-1*"))            # nor rubbish, on a full disk
         assert "File too large" in said or sorted(p.name for p in out.glob("resume-*")) == ["resume-0000004"]
         assert_same_run(train("disk/run", flags + " --resume"), train("whole", flags))
 

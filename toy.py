@@ -143,7 +143,7 @@ def main():
             old = read_json(out / "toy.json", remedy="give another --out")
             if old.get("settings") != settings:
                 stop(f"{out}: holds a toy with other settings {old.get('settings')}; give another --out")
-            if "steps" in old:
+            if {"steps", "math", "logic"} <= old.keys():
                 (out / "resume.safetensors").unlink(missing_ok=True)
                 print(f"{out}: done already ({old['steps']} steps; on validation math {old['math']:.1%}, "
                       f"logic {old['logic']:.1%})")
@@ -183,12 +183,15 @@ def train(a, out: Path, settings: dict):
     names, step = dict(model.named_parameters()), 0
     resume = out / "resume.safetensors"                  # weights, moments and the step, replaced as one file
     if resume.exists():
-        saved = load_file(resume)
-        step = int(saved["step"])
-        model.load_state_dict({k: saved[k] for k in names})
-        opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
-            i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
-            for i, k in enumerate(names)}))
+        try:
+            saved = load_file(resume)
+            step = int(saved["step"])
+            model.load_state_dict({k: saved[k] for k in names})
+            opt.load_state_dict(dict(param_groups=opt.state_dict()["param_groups"], state={
+                i: dict(step=torch.tensor(float(step)), exp_avg=saved["m." + k], exp_avg_sq=saved["v." + k])
+                for i, k in enumerate(names)}))
+        except Exception as e:           # not of ours: it appears whole
+            stop(f"{resume}: is damaged ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it to start over")
 
     ids, real, P = encode(corpus, tok)
     bar, start, first, saved_at, reached, snaps = Bar(a.max_steps, "toy", step), time.time(), step, step, 0.0, []
