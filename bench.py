@@ -1,6 +1,6 @@
 """What a user pays, as ratios measured in one run on the CPU, and what the real models would cost, as estimates.
 
-    python bench.py                          # every measurement, about 22 minutes on two quiet cores
+    python bench.py                          # every measurement, about 27 minutes on two quiet cores
     python bench.py --quick                  # the same rows at smaller sizes, 2 minutes: to see that it runs
     python bench.py --only train decode      # some parts; --full decodes 64 prompts one token a step: hours
     python bench.py --plan dream             # or llada: parameters, memory, FLOPs, hours, from the configuration alone
