@@ -26,7 +26,8 @@ if Path(getattr(sys.modules["__main__"], "__file__", "/")).resolve().parent == P
         signal.signal(signal.SIGINT, interrupted)
     if "TORCHELASTIC_RESTART_COUNT" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a killed torchrun takes its ranks along,
-        if b"python" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+        parent = Path(f"/proc/{os.getppid()}/cmdline")
+        if parent.exists() and b"python" not in parent.read_bytes():
             os._exit(1)                 # also if it was gone before that: our parent is no launcher, but init
 
 import torch
