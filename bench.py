@@ -1,521 +1,511 @@
-"""What a user pays, as ratios measured in one run on the CPU, and what the real models would cost, as estimates.
-
-    python bench.py                          # every measurement, about 27 minutes on two quiet cores
-    python bench.py --quick                  # the same rows at smaller sizes, 2 minutes: to see that it runs
-    python bench.py --only train decode      # some parts; --full decodes 64 prompts one token a step: hours
-    python bench.py --plan dream             # or llada: parameters, memory, FLOPs, hours, from the configuration alone
-
-"Ours" is tabom.py and decode.py as they stand; "plain" stands here, compactly, after what the authors of the paper and
-of the models publish, on the same Model. Variants take turns on the same data and the best of the repeats counts: noise
-moves a ratio less than a time; decoding, minutes a row, is timed once. Letters: B batch, T length, N canvas, P prompt,
-V vocabulary, W window, n scored.
 """
-import datetime
-import json
-import math
+What the code costs: measured on this CPU against plain code, and estimated for the real models on GPUs.
+
+$ python bench.py                        # every measurement, about half an hour on two quiet cores
+$ python bench.py --quick                # the same rows at small sizes, about a minute: to see that it runs
+$ python bench.py --only train decode    # some parts
+$ python bench.py --plan dream           # or llada, small: time, memory and hours of every stage on three GPUs
+
+Figures are ratios within one run. "Ours" is this repository. What it is compared with is written below, after the code
+that the authors of the paper and of the models publish, on the same Model, and must compute the same.
+
+B: batch, T: prompt + response, N: response, V: vocabulary, W: window, n: masked positions of one row
+"""
 import os
-import platform
-import subprocess
 import sys
-import tempfile
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""              # a GPU is never touched
+    os.environ["KINETO_LOG_LEVEL"] = "6"                 # torch's profiler would report every start and stop
+    if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        # keep freed memory: otherwise the plain code, which allocates more, mostly waits for the operating system
+        os.environ.update(MALLOC_TRIM_THRESHOLD_="20000000000", MALLOC_MMAP_THRESHOLD_="33554432")
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+import math
+import subprocess
 import time
+import weakref
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import lora
-import tabom
-import toy
-from data import safely, write_whole
-from decode import decode
-from model import FAMILIES, Flags, Model, load, part, stop
-
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-# Dream's depth, MLP ratio 18944/3584 and vocabulary ratio 152064/3584 at width 256: 36 M weights beside the embedding.
-# Its 7 query heads to one k, v head do not divide 256; 8 do. The toy does the toy's work.
-DREAM = dict(model_type="Dream", layers=28, width=256, heads=8, kv_heads=1, mlp=1352, vocab=10864)
-SHAPES = {"Dream-shaped": DREAM, "Dream-vocabulary": dict(DREAM, layers=4, vocab=152064), "toy": dict(
-    {k: toy.CONFIG[FAMILIES["llada"]["fields"][k]] for k in ("layers", "width", "heads", "kv_heads", "mlp")},
-    model_type="llada", vocab=len(toy.VOCAB))}
-WORK = dict(batch=4, prompt=(40, 250), N=256, W=32)
-REAL = {"dream": dict(model_type="Dream", layers=28, width=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064),
-        "llada": dict(model_type="llada", layers=32, width=4096, heads=32, kv_heads=32, mlp=12288, vocab=126464)}
-KEPT = {12000: 5100, 17000: 3800}       # valid trajectories of the paper's math and code prompts
-QUESTIONS = {                           # of each benchmark: how many, and the paper's lengths for Dream and LLaDA
-    "gsm8k": (1319, 256, 512), "math500": (500, 512, 512), "mbpp": (500, 1024, 256), "humaneval": (164, 768, 512),
-    "ifeval": (541, 512, 512)}
+import decode
+import lora
+import tabom
+from model import FAMILIES, Config, Model
+from util import about_run, new_parser
+
+TARGETS = """
+training, Dream's shape: release / ours                     >= 1.5
+training, Dream's shape: release, eager attention / ours    >= 2.5
+training, Dream's shape: ours / bare model                  <= 1.10
+training, Dream's vocabulary: release / ours                >= 10
+training, Dream's vocabulary: memory, ours / release        <= 0.1
+decoding, without EOS: plain, one batch / ours              >= 1.6
+decoding, without EOS: plain, equal batches / ours          >= 1.2
+decoding, without EOS: share of padding                     <= 0.1
+decoding, answers end at half: plain, one batch / ours      >= 2.5
+decoding, answers end at half: share of padding             <= 0.1
+--rank-context exact: ours / W forward-backwards            <= 1.6
+--rank-context exact: ours, GB                              <= 0.6
+tabom.py --help, s                                          <= 2
+decode.py --help, s                                         <= 2
+eval.py --help, s                                           <= 2
+toy.py --help, s                                            <= 2
+lora.py --help, s                                           <= 2
+data.py --help, s                                           <= 2
+bench.py --help, s                                          <= 2
+--plan, Dream's shape: error of FLOPs                       <= 0.15
+--plan, Dream's shape: error of peak memory                 <= 0.15
+--plan, Dream's vocabulary: error of FLOPs                  <= 0.15
+--plan, Dream's vocabulary: error of peak memory            <= 0.15
+"""
+RESULTS = {}                                             # what was measured, under the names in TARGETS
+
+# -----------------------------------------------------------------------------
+# sizes, and what is assumed about GPUs
+
+# What kernels reach, not what data sheets say. matmul and attention (masked, memory-efficient): TFLOP/s in bf16;
+# traffic: TB/s; memory: GB; launch: microseconds that the CPU needs per kernel
+GPUS = {
+    "H100":      dict(matmul=650, attention=150, traffic=2.8, memory=80, launch=5),
+    "A100 80GB": dict(matmul=230, attention=80, traffic=1.7, memory=80, launch=5),
+    "RTX 4090":  dict(matmul=140, attention=60, traffic=0.9, memory=24, launch=5),
+}
+DREAM, LLADA = FAMILIES["Dream"], FAMILIES["llada"]
+SMALL = dict(DREAM, shift=False, qkv_bias=False, qk_norm=True, decode=LLADA["decode"])
+MODELS = {
+    "dream": dict(family=DREAM, width=3584, layers=28, heads=28, kv_heads=4, mlp=18944, vocab=152064, tied=False),
+    "llada": dict(family=LLADA, width=4096, layers=32, heads=32, kv_heads=32, mlp=12288, vocab=126464, tied=False),
+    "small": dict(family=SMALL, width=1024, layers=28, heads=16, kv_heads=8, mlp=3072, vocab=151936, tied=True,
+                  head_dim=128),
+}
+# the share of the response that the longest window of four samples covers on average; tabom's window is fixed
+METHODS = {"sft on references": 0.8, "sft": 0.8, "dinfer": 0.6, "t3d": 0.8, "tabom": 0}
+PROMPT, LONGEST_PROMPT, WINDOW = 150, 250, 32
 MASK, EOS = 0, 1
-clock, report, goals = time.perf_counter, {}, []        # report: for --json; goals: (what, value, "at least", target)
-last_told = [time.time()]
+ASSUMPTIONS = """
+Estimated from the operations of one step of this code in bf16; nobody ran it.
+* A kernel takes as long as its arithmetic or its memory traffic, at the rates below. The CPU launches ahead of the GPU:
+  only what launching takes longer than all kernels counts. The columns say how the time is divided between these.
+* Prompts have 150 tokens on average, 250 at most. No answer ends early; one token per step, 16 prompts per forward.
+* Training takes 5 epochs. "evaluate" decodes GSM8K's 1,319 test questions with the base and with five adapters.
+* GB: weights, adapter, AdamW, the largest batch, 1 for CUDA. "too large": more than 95 % of the card.
+* Not counted: loading, data, communication between GPUs (one small all-reduce per adapter matrix and step)."""
 
 
-def tell(what: str, every: float = 10.0):
-    """A sign of life on stderr, at most every 10 seconds; the tables go to stdout."""
-    if time.time() > last_told[0] + every:
-        last_told[0] = time.time()
-        print(f"  ... {what}", file=sys.stderr, flush=True)
+def measured_shapes(quick: bool) -> dict:
+    """Dream's depth and proportions at width 256, and a few layers with Dream's vocabulary."""
+    shape = dict(MODELS["dream"], width=256, heads=8, kv_heads=1, mlp=1352)
+    if quick:
+        return {"Dream's shape": dict(shape, layers=2, vocab=2000),
+                "Dream's vocabulary": dict(shape, layers=1, vocab=20000)}
+    return {"Dream's shape": dict(shape, vocab=10864), "Dream's vocabulary": dict(shape, layers=4)}
 
+# -----------------------------------------------------------------------------
+# our training step
 
-# ---------------------------------------------------------------- what is computed, by arithmetic
-
-def forward_flops(c, B, T, n) -> float:
-    """B rows of T tokens, n positions scored: the last MLP and the head see those alone."""
-    kv, mlp = c.width // c.heads * c.kv_heads, 3 * c.width * c.mlp                       # mlp: weights of one layer
-    linear = B * T * (c.layers * 2 * c.width * (c.width + kv) + (c.layers - 1) * mlp) + n * (mlp + c.width * c.vocab)
-    return 2 * linear + 4 * c.layers * B * T * T * c.width
-
-
-def train_flops(c, B, T, n, checkpoint=False, flash=True, r: int = 16) -> float:
-    """A frozen weight wants the gradient of its input alone, the first q, k, v not even that; LoRA (on q and v) its own
-    as well. Flash attention computes its scores again in the backward pass."""
-    kv, scores = c.width // c.heads * c.kv_heads, 4 * c.layers * B * T * T * c.width
-    adapters = 6 * c.layers * r * (3 * c.width + kv) - 2 * c.width * (c.width + 2 * kv)
-    return forward_flops(c, B, T, n) * (3 if checkpoint else 2) + scores * (1.5 if flash else 1) + B * T * adapters
-
-
-def train_bytes(c, tokens, n, size, checkpoint=False, r: int = 16) -> tuple[float, float]:
-    """(kept for the backward pass, peak). A token keeps in a layer both norms' inputs in fp32; h, q, k, v, attention's
-    output, gate, silu(gate) and up at `size` bytes; two low-rank products. A scored position keeps log p in fp32.
-    The peak is at the loss, with the logits or their gradient and three slices, or in an MLP's backward."""
-    attn, mlp = 4 * (c.width + c.heads) + size * (5 * c.width + 2 * r), 4 * c.width + size * 3 * c.mlp
-    last = n * (mlp + 4 * (c.width + c.vocab))
-    layers = tokens * (c.layers * size * c.width if checkpoint else c.layers * attn + (c.layers - 1) * mlp)
-    again = tokens * (attn + mlp) if checkpoint else 0   # one layer at a time is computed again
-    loss = size * n * c.vocab + 12 * min(n * c.vocab, 1 << (20 if size == 4 else 24))    # decode.slices: fp32 = a CPU
-    return layers + last, max(layers + last + loss, layers + again + 3 * size * tokens * c.mlp)
-
-
-# ---------------------------------------------------------------- models, data, and the training step, ours and plain
-
-def build(shape: dict, device="cpu") -> Model:
-    c = SimpleNamespace(theta=1e6, eps=1e-6, positions=4096, tied=False, mask_id=MASK, eos_id=EOS, pad_id=EOS, **shape)
+def make_model(shape: dict, device="cpu", dtype=torch.float32) -> Model:
+    config = Config(**shape, theta=1e6, eps=1e-6, positions=4096, mask_id=MASK, eos_id=EOS)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Model(c, FAMILIES[c.model_type]).eval()
-    if device == "cpu":                                  # left empty by Model: a checkpoint fills it
-        torch.nn.init.normal_(part(model, model.family["embed"]).weight)
+        model = Model(config).to(dtype)
+    params = lora.add(model, ["q_proj", "v_proj"], r=16, alpha=16)
+    # lr 0: a step costs the same, but weights stay as they are, so that all variants must find the same loss
+    model.optimizer = torch.optim.AdamW(params.values(), lr=0.0, foreach=True)
     return model
 
 
-def trainer(shape: dict, checkpoint=False):
-    model = build(shape)
-    params = lora.wrap(model)
-    model.train().grad_checkpoint = checkpoint
-    return model, params, torch.optim.AdamW(params, lr=2e-5, weight_decay=0.01)
+def make_views(vocab: int, prompt_length: int = PROMPT) -> list:
+    """Four samples as tabom.py draws them. It puts similar lengths together; here they are equal."""
+    rng = np.random.default_rng(0)
+    args = SimpleNamespace(method="tabom", window=WINDOW)
+    views = []
+    for _ in range(4):
+        prompt, response = rng.integers(2, vocab, prompt_length), rng.integers(2, vocab, 256)
+        order = rng.permutation(256)
+        traj = SimpleNamespace(prompt=prompt, response=response, order=order, step=np.argsort(order))
+        views.append((traj, *tabom.sample_view(traj, args, rng)))
+    return views
 
 
-def sizes(name: str, quick: bool) -> tuple[dict, dict]:
-    shape, own = SHAPES[name], dict(batch=64, prompt=(toy.PROMPT, toy.PROMPT), N=toy.LENGTH, W=4)
-    small = dict(shape, layers=3, vocab=min(20000, shape["vocab"]))
-    return small if quick else shape, own if name == "toy" else WORK
-
-
-def make_batches(shape: dict, work: dict, count: int) -> list[list]:
-    """(record, visible, targets) as tabom.py draws them, like lengths together: `count` of 16 batches, short to long"""
-    rng, records, (low, high) = np.random.default_rng(0), [], work["prompt"]
-    for n in range(16 * work["batch"]):
-        prompt, x0 = (rng.integers(2, shape["vocab"], size) for size in (rng.integers(low, high + 1), work["N"]))
-        order = rng.permutation(work["N"])
-        records.append(SimpleNamespace(id=n, prompt=prompt, ids=x0, order=order, rank=np.argsort(order)))
-    order = tabom.epoch_batches(np.array([len(r.prompt) for r in records]), work["batch"], 0, 0)
-    order = sorted(order, key=lambda b: len(records[b[-1]].prompt))[8 // count::16 // count]
-    seeded = lambda i: np.random.default_rng([0, 0, int(i)])
-    return [[(records[i], *tabom.view(records[i], "tabom", work["W"], seeded(i))) for i in b] for b in order]
-
-
-def finish(loss, params, opt) -> float:
-    """The end of a step as in tabom.py's loop: backward, one flat gradient, its norm, clip, AdamW."""
+def update(model, loss):
+    """The end of a training step: backward, clip, AdamW."""
     loss.backward()
-    grad = torch.cat([p.grad.flatten() for p in params])
-    grad *= (1.0 / grad.norm()).clamp(max=1.0)
-    for p, g in zip(params, grad.split([p.numel() for p in params]), strict=True):
-        p.grad = g.view_as(p)
-    opt.step()
-    opt.zero_grad()
-    return loss.item()
+    torch.nn.utils.clip_grad_norm_(lora.parameters(model).values(), 1.0)
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    return loss.detach()
 
 
-def our_loss(model, batch, context="start", chunk=8):
-    a = SimpleNamespace(method="tabom", lam=1.0, gamma=0.2, rank_context=context, exact_chunk=chunk)
-    return tabom.batch_loss(model, batch, a, MASK, "cpu")[0].mean()
+def train_step(model, batch, method="tabom", h=None):
+    """As in tabom.py's loop. batch: what collate returns."""
+    ids, attend, pos, x0, valid = batch
+    logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
+    if method == "t3d":
+        with torch.no_grad(), lora.disabled(model):
+            ref_logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
+        loss, _ = tabom.t3d_loss(logp, ref_logp, x0, valid)
+    else:
+        lam = 1.0 if method == "tabom" else 0.0
+        loss, _ = tabom.tabom_loss(logp, x0, valid, lam, 0.2, h)
+    return update(model, loss.mean())
 
 
-def our_step(model, params, opt, batch, *exact) -> float:
-    return finish(our_loss(model, batch, *exact), params, opt)
+def exact_step(model, views):
+    """--rank-context exact --grad-checkpoint"""
+    model.grad_checkpoint = True
+    h = tabom.exact_entropies(model, views, MASK, "cpu")
+    train_step(model, tabom.collate(views, MASK, "cpu"), h=h)
+    model.grad_checkpoint = False
 
-
-def eager(q, k, v, attn_mask=None):
-    """Attention as the release asks for by default: every score written out, masked, and through an fp32 softmax."""
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])                              # (B, H, T, T)
-    scores = scores if attn_mask is None else scores + torch.zeros(()).where(attn_mask, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
-
-
-def plain_step(model, params, opt, batch) -> float:
-    """The release's way: prompts padded to 256, eager attention, the head over every position, Dream's shift as a copy
-    of all logits, an fp32 softmax with 1e-10 inside the log over every response position, a loop over samples."""
-    B, N = len(batch), len(batch[0][0].ids)
-    P = 256 if N == WORK["N"] else len(batch[0][0].prompt)
-    ids, real = torch.full((B, P + N), EOS), torch.zeros(B, P + N, dtype=torch.bool)
-    x0, window = torch.from_numpy(np.stack([r.ids for r, _, _ in batch])), torch.zeros(B, N, dtype=torch.bool)
-    for b, (r, visible, targets) in enumerate(batch):
-        real[b, P - len(r.prompt):], window[b, targets] = True, True
-        ids[b, P - len(r.prompt):P] = torch.from_numpy(r.prompt)
-        ids[b, P:] = torch.where(torch.from_numpy(visible), x0[b], MASK)
-    family = model.family
-    with mock.patch.object(F, "scaled_dot_product_attention", eager), mock.patch.object(
-            model, "family", dict(family, shift=False)):
-        logits = torch.nan_to_num(model(ids, real).float())                              # (B, P + N, V)
-    if family["shift"]:
-        logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
-    logits = logits[:, P:]                                                               # (B, N, V)
-    p, ranks = logits.softmax(-1), []
-    h = -(p * torch.log(p + 1e-10)).sum(-1)                                              # (B, N)
-    for b, (_, _, targets) in enumerate(batch):
-        e = h[b, torch.from_numpy(targets)]                                              # (W,)
-        pairs = F.relu(e[:, None] - e[None, :] + 0.2)                                    # (W, W)
-        ranks.append(pairs[torch.ones_like(pairs, dtype=torch.bool).triu(1)].mean())
-    return finish(F.cross_entropy(logits[window], x0[window]) + torch.stack(ranks).mean(), params, opt)
-
+# -----------------------------------------------------------------------------
+# what training is compared with
 
 def bare_step(model, batch):
-    """The LoRA model alone on the same tokens: forward, and backward of a made-up gradient."""
-    ids, real, at, *_ = tabom.collate([(r.prompt, r.ids, v, t) for r, v, t in batch], MASK, "cpu")
-    g = torch.full((int(at.sum()), model.config.vocab), 1e-6)
-    return lambda: model(ids, real, at).backward(g)
+    """The LoRA model alone on the same tokens: forward, and backward of a made-up gradient. No loss, no update."""
+    ids, attend, pos, _, _ = batch
+    logits = model(ids, attend, pos)
+    logits.backward(torch.full_like(logits, 1e-6))
 
 
-# ---------------------------------------------------------------- decoding, ours and plain
+def release_step(model, batch):
+    """
+    The release's way: prompts padded to 256, the head over all positions, an fp32 softmax with 1e-10 in the log over
+    all response positions, a loop over samples.
+    """
+    ids, attend, pos, x0, _ = batch
+    padding = 512 - ids.shape[1]
+    ids, attend = F.pad(ids, (padding, 0)), F.pad(attend, (padding, 0))
+    logits = model(ids, attend, torch.arange(512).expand(4, -1)).float()                     # (B, 512, V)
+    p = logits[:, 256:].softmax(-1)
+    h = -(p * torch.log(p + 1e-10)).sum(-1)                                                  # (B, 256)
+    losses = []
+    for b, window in enumerate(pos + padding):                                               # (W,)
+        gap = h[b, window - 256][:, None] - h[b, window - 256]                               # (W, W)
+        rank = F.relu(gap + 0.2).triu(1).sum() / math.comb(len(window), 2)
+        losses.append(F.cross_entropy(logits[b, window], x0[b]) + rank)
+    return update(model, torch.stack(losses).mean())
 
-class Scripted(torch.nn.Module):
-    """The model with one logit raised a position, or random weights would tie everywhere: a token of its own, and EOS
-    from `ends` on. A prompt's first token is its number + 2. Counts its forwards and their time."""
-    def __init__(self, model, ends, N: int):
-        super().__init__()
-        rng, self.model, self.seconds, self.forwards = np.random.default_rng(1), model, 0.0, 0
-        token = rng.integers(2, model.config.vocab, (len(ends), N))
-        self.token = torch.from_numpy(np.where(np.arange(N) < np.array(ends)[:, None], token, EOS))
-        self.raised = torch.from_numpy(np.stack([rng.permutation(np.linspace(7, 12, N)) for _ in ends])).float()
 
-    def forward(self, ids, real, at=None):
-        start = clock()
-        logits = self.model(ids, real, at).flatten(0, -2)                                # (n, V)
-        rows, cols = (torch.ones_like(real) if at is None else at).nonzero(as_tuple=True)
-        number, place = ids[rows, (~real).sum(1)[rows]] - 2, cols - ids.shape[1] + self.token.shape[1]
-        on = (place >= 0).nonzero()[:, 0]
-        logits[on, self.token[number[on], place[on]]] += self.raised[number[on], place[on]]
-        self.seconds, self.forwards = self.seconds + clock() - start, self.forwards + 1
-        tell(f"forward {self.forwards} of a decoding, {len(ids)} rows: {clock() - start:.3g} s")
-        return logits if at is not None else logits.view(*ids.shape, -1)
+def release_step_eager(model, batch):
+    """With every attention score written out, as the release does unless told otherwise."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return release_step(model, batch)
+
+# -----------------------------------------------------------------------------
+# decoding, and what it is compared with
+
+def script_answers(model, N) -> list:
+    """
+    Random weights never end, and nearly tie. So one logit per position is raised, the more to the left the higher: EOS
+    from the position that the prompt's first token says, other tokens before. Returns what gets each forward's padding.
+    """
+    padding = []
+
+    def raise_logits(model, inputs, logits):
+        ids, attend, pos = inputs
+        padding.append((~attend).float().mean())
+        end = ids.gather(1, (~attend).sum(1, keepdim=True))                                  # (B, 1)
+        place = pos - ids.shape[1] + N                                                       # (B, n); prompt: negative
+        token = torch.where(place < end, 2 + place * end % 1000, EOS)
+        height = (place >= 0) * (12 - 5 * place / N)
+        logits.scatter_add_(2, token[..., None], height[..., None])
+
+    model.register_forward_hook(raise_logits)
+    return padding
+
+
+def make_settings(config, flags: str):
+    args = decode.parse_args(["--model=", "--prompts=", *flags.split()])
+    return decode.make_settings(args, config, [EOS])
+
+
+def our_decode(model, prompts, s, batch_size):
+    rows = sorted(decode.decode(model, prompts, s, batch_size), key=lambda row: row.id)
+    return [np.where(row.step < 0, EOS, row.canvas) for row in rows]   # what was never needed follows the first EOS
 
 
 @torch.no_grad()
-def plain_decode(model, prompts: list[tuple], s):
-    """The published loop: a batch padded to the longest prompt, head and softmax everywhere, all its steps."""
-    P, B = max(len(p) for _, p in prompts), len(prompts)
-    x, real = torch.full((B, P + s.length), MASK), torch.ones(B, P + s.length, dtype=torch.bool)
-    for b, (_, p) in enumerate(prompts):
-        x[b, P - len(p):P], real[b, :P - len(p)] = torch.tensor(p), False
-    for end in range(P + s.block, P + s.length + 1, s.block):
-        for _ in range(s.block // s.tokens_per_step):
-            p = model(x, real).float().softmax(-1)                                       # (B, T, V)
-            sure, token = p.max(-1)                                                      # (B, T)
-            score = sure if s.score == "confidence" else (p * torch.log(p + 1e-10)).sum(-1)
-            score = score.masked_fill((x != MASK) | (torch.arange(P + s.length) >= end), -torch.inf)
-            best = score.topk(s.tokens_per_step).indices                                 # (B, k)
-            x.scatter_(1, best, token.gather(1, best))
-    return x[:, P:].numpy()
+def plain_decode(model, prompts, s, batch_size):
+    """The published loop: a batch padded to its longest prompt, head and softmax over all positions, all steps."""
+    answers = []
+    for i in range(0, len(prompts), batch_size):
+        rows = [decode.new_row(*prompt, s) for prompt in prompts[i:i + batch_size]]
+        (ids, attend, _), _ = decode.decode_batch(rows, s, "cpu")
+        everywhere = torch.arange(ids.shape[1]).expand(len(ids), -1)
+        for _ in range(s.steps):
+            p = model(ids, attend, everywhere).float().softmax(-1)                           # (B, T, V)
+            h = -(p * torch.log(p + 1e-10)).sum(-1)                                          # (B, T)
+            h = h.masked_fill(ids != MASK, torch.inf)
+            best = h.topk(s.tokens_per_step, largest=False).indices
+            ids.scatter_(1, best, p.argmax(-1).gather(1, best))
+        answers.append(ids[:, -s.length:])
+    return torch.cat(answers)
+
+# -----------------------------------------------------------------------------
+# --plan: the model runs at full size on tensors without data, and every operation is priced
+
+# how often a kernel reads its first input, if not once; of what is looked up only a little is read
+READS = {"_softmax": 3, "_log_softmax": 3, "topk": 5, "embedding": 0, "gather": 0}
 
 
-def settings(length: int, k: int, **own):
-    return SimpleNamespace(**dict(
-        length=length, block=length, tokens_per_step=k, threshold=None, schedule="even", score="entropy", clean=False,
-        temperature=0.0, top_p=1.0, top_k=0, suppress_eos=False, seed=0, model="", mask_id=MASK, end_ids=[EOS]) | own)
+class Price(TorchDispatchMode):
+    """Adds up what runs inside: FLOPs, bytes read and written, kernels, and the most memory that is alive at once."""
+    def __init__(self):
+        super().__init__()
+        self.sums = Counter()
+        self.live = {}                                   # {storage: bytes} of all that was used and still exists
+        self.peak = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kernel, name, kwargs = op.overloadpacket, op.overloadpacket.__name__, kwargs or {}
+        if name == "_local_scalar_dense":
+            return True                                  # decode asks whether 64 tokens hold the nucleus: nearly always
+        out = op(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+
+        # memory: a storage lives until nothing refers to it
+        sizes = []
+        for x in tensors:
+            storage = x.untyped_storage()
+            sizes.append(min(x.nbytes, storage.nbytes()))              # an expanded dimension is in memory once
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+
+        # time: views and empty memory need no kernel
+        if op.is_view or not tensors or "empty" in name or name == "_unsafe_view":
+            return out
+        sizes[0] *= READS.get(name, 1)
+        flops = flop_registry[kernel](*args, **kwargs, out_val=out) if kernel in flop_registry else 0
+        kind = "attention" if "attention" in name else "matmul"
+        # below about 150 FLOPs per byte all these GPUs wait for their memory
+        bound, amount = (kind, flops) if flops > 150 * sum(sizes) else ("traffic", sum(sizes))
+        self.sums.update({bound: amount, "launches": 1, "flops": flops})
+        return out
 
 
-# ---------------------------------------------------------------- measuring and printing
-
-def race(what: str, variants: dict, repeats: int) -> dict[str, float]:
-    """{name: seconds}, the best of `repeats`; in every round each variant has its turn."""
-    best = dict.fromkeys(variants, float("inf"))
-    for n in range(repeats):
-        for name, f in variants.items():
-            start = clock()
-            f()
-            seconds = clock() - start
-            best[name] = min(best[name], seconds)
-            tell(f"{what}, round {n + 1} of {repeats}, {name}: {seconds:.3g} s")
-    return best
+def gpu_attention(q, k, v, attn_mask=None):
+    bias = q.new_empty(()).expand(*q.shape[:3], k.shape[2])
+    grad = torch.is_grad_enabled()
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, grad)[0]
 
 
-def peak(f) -> float:
-    """MB torch holds at the worst moment of f beyond what it held before: max_memory_allocated, for a CPU."""
-    from torch.profiler import ProfilerActivity, profile
-    error, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)                                     # the profiler talks
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
-            f()
-    finally:
-        os.dup2(error, 2)
-        os.close(null)
-    events = sorted((e.start_ns(), e.nbytes()) for e in p.profiler.kineto_results.events() if e.name() == "[memory]")
-    return np.cumsum([size for _, size in events]).max() / 1e6
+# a GPU has one kernel for masked attention, and one for RMS norm with the traffic of a layer norm
+GPU_KERNELS = dict(scaled_dot_product_attention=gpu_attention, rms_norm=F.layer_norm)
 
 
-def table(title: str, columns: list[str], rows: list[list]):
-    """Aligned for a README: words to the left, figures to the right."""
-    report[title] = [dict(zip(columns, row, strict=True)) for row in rows]
-    show = lambda v: v if isinstance(v, str) else f"{v:,.0f}" if v >= 100 or isinstance(v, int) else f"{v:.3g}"
-    text = [columns] + [[show(v) for v in row] for row in rows]
-    width = [max(map(len, column)) for column in zip(*text, strict=True)]
-    side = [str.ljust if isinstance(v, str) else str.rjust for v in rows[0]]
+def empty_batch(B, T, W):
+    """ids, attend, pos, x0, valid without data."""
+    ids = torch.full((B, T), 0, device="meta")
+    pos = torch.full((B, W), 0, device="meta")
+    return ids, ids == 0, pos, pos, pos == 0
+
+
+def decode_step(model, s, batch):
+    """As in decode.py's loop: one forward, then each row by itself."""
+    logits = model(*batch[:3])
+    for z in logits:
+        z = z.float()
+        decode.entropy(z)
+        token, _ = decode.draw_tokens(z if s.score == "confidence" else z[:1], s, None)
+        decode.score_positions(z, token, s, None)
+    return logits
+
+
+def price_step(step, B, N, largest, mean) -> Price:
+    """The peak of steps with the longest prompts and windows, the sums of a mean one."""
+    price = Price()
+    for prompt, W in ((LONGEST_PROMPT, largest), (LONGEST_PROMPT, largest), (PROMPT, mean)):
+        price.sums.clear()
+        with mock.patch.multiple(F, **GPU_KERNELS), price:
+            # the name keeps the last step's logits while the next runs, as decode.py does
+            logits = step(empty_batch(B, prompt + N, W))  # noqa: F841
+    return price
+
+
+def plan(args):
+    print(ASSUMPTIONS)
+    model = make_model(MODELS[args.plan], "meta", torch.bfloat16)
+    B, N = args.batch_size, args.length
+    stages = []                                          # name, steps per GPU, price of one
+
+    # decode the prompts, and the questions of the evaluation
+    s = make_settings(model.config, f"--length {N} --block {args.block}")
+    with torch.no_grad():
+        price = price_step(partial(decode_step, model, s), 16, N, s.block, s.block // 2)
+    for name, count in (("decode the prompts", args.prompts), ("evaluate 6 models on GSM8K", 6 * 1319)):
+        stages.append((name, N * math.ceil(count / 16 / args.gpus), price))
+
+    # train by each method
+    for flag in ("", ", --grad-checkpoint"):
+        model.grad_checkpoint = bool(flag)
+        for name, share in METHODS.items():
+            windows = (N, int(share * N)) if share else (WINDOW, WINDOW)
+            price = price_step(partial(train_step, model, method=name.split()[0]), B, N, *windows)
+            count = args.prompts if "references" in name else args.records
+            stages.append((f"train {name}{flag}", 5 * math.ceil(count / B / args.gpus), price))
+
+    for title, gpu in GPUS.items():
+        rows = [["", "steps", "ms", "matmul", "attention", "traffic", "launches", "GB", "hours"]]
+        for name, steps, price in stages:
+            seconds = [price.sums[kind] / gpu[kind] / 1e12 for kind in ("matmul", "attention", "traffic")]
+            launches = price.sums["launches"] * gpu["launch"] / 1e6
+            seconds.append(max(0.0, launches - sum(seconds)))
+            shares = [f"{x / sum(seconds):.0%}" for x in seconds]
+            memory = price.peak / 1e9 + 1
+            hours = steps * sum(seconds) / 3600 if memory < 0.95 * gpu["memory"] else "too large"
+            rows.append([name, steps, 1000 * sum(seconds), *shares, memory, hours])
+        table(f"{args.plan} on {args.gpus} x {title}: {gpu}", rows)
+
+# -----------------------------------------------------------------------------
+# measurements
+
+def table(title: str, rows: list):
     print(f"\n{title}")
-    for row in text:
-        print("  " + "  ".join(f(v, w) for f, v, w in zip(side, row, width, strict=True)).rstrip(), flush=True)
+    width = max(len(row[0]) for row in rows)
+    for name, *cells in rows:
+        text = [f"{x:,.3f}" if isinstance(x, float) else str(x) for x in cells]
+        print(name.ljust(width), *[x.rjust(9) for x in text])
 
 
-# ---------------------------------------------------------------- the parts
-
-def bench_check(a):
-    """The arithmetic behind --plan against small shapes: torch's own counts of FLOPs, bytes kept, bytes at the peak."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-    rows = []
-    for name in ("Dream-shaped", "Dream-vocabulary"):
-        shape, work = sizes(name, a.quick)
-        state, batch, kept = trainer(shape), make_batches(shape, work, 1)[0], {}
-        c, B, n = state[0].config, work["batch"], work["batch"] * work["W"]
-        T = work["N"] + max(len(r.prompt) for r, _, _ in batch)
-        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):    # it cannot count CPU flash
-            our_step(*state, batch)
-        rows.append([name, "GFLOP a step", train_flops(c, B, T, n, flash=False) / 1e9, counted.get_total_flops() / 1e9])
-        keep = lambda t: kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = our_loss(state[0], batch)             # noqa: F841  the graph must live while storages are told apart
-        measured = sum(kept.values()) - sum(kept.get(p.untyped_storage().data_ptr(), 0) for p in state[0].parameters())
-        rows.append([name, "MB kept for the backward pass", train_bytes(c, B * T, n, 4)[0] / 1e6, measured / 1e6])
-        del loss
-        for again in (False, True):
-            state[0].grad_checkpoint = again
-            rows.append([name, "MB at the peak" + ", --grad-checkpoint" * again,
-                         train_bytes(c, B * T, n, 4, again)[1] / 1e6, peak(lambda: our_step(*state, batch))])
-    rows = [[*r, r[2] / r[3]] for r in rows]
-    table("Formulas of --plan, a training step of small shapes in fp32, above the weights",
-          ["shape", "", "formula", "measured", "formula/measured"], rows)
-    goals.append(("--plan: worst of formula/measured", max(max(r[4], 1 / r[4]) for r in rows), "at most", 1.15))
+def measure(run):
+    """What it returns, seconds, and the GB that torch holds at the worst moment beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        start = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - start
+    events = profile.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return result, seconds, np.cumsum(changes).max() / 1e9
 
 
-def bench_train(a):
-    rows, name = [], "Dream-shaped"
-    for name in SHAPES:
-        (shape, work), count = sizes(name, a.quick), 4 if name != "Dream-vocabulary" and not a.quick else 2
-        state, total = trainer(shape), dict.fromkeys(("ours", "bare", "plain"), 0.0)
-        still = (*state[:2], torch.optim.SGD(state[1], lr=0.0))
-        for batch in make_batches(shape, work, count):
-            ours, plain = our_step(*still, batch), plain_step(*still, batch)             # warms up, too
-            assert abs(ours - plain) < 1e-3 * plain, f"{name}: the loss is {ours} ours, {plain} plain"
-            ways = {"ours": lambda: our_step(*state, batch), "bare": bare_step(state[0], batch),
-                    "plain": lambda: plain_step(*state, batch)}
-            best = race(f"training, {name}", ways, a.repeats)
-            total = {k: total[k] + best[k] for k in total}
-        mb = [peak(lambda: step(*state, batch)) for step in (our_step, plain_step)]
-        samples = count * work["batch"]
-        rows.append([name, samples / total["ours"], samples / total["plain"], total["plain"] / total["ours"],
-                     total["ours"] / total["bare"], *mb, mb[1] / mb[0]])
-    table("Training step: TABOM, batch 4, prompts 40-250, response 256, W 32 (toy: 64, 9, 26, 4); same loss asserted",
-          ["shape", "ours, samples/s", "plain", "ratio", "ours/bare model", "ours, MB", "plain", "ratio "], rows)
-    goals.extend([("training, Dream-shaped: times as fast as plain", rows[0][3], "at least", 2.5),
-                  ("training, Dream-vocabulary: times as fast as plain", rows[1][3], "at least", 5.0),
-                  ("training, Dream-vocabulary: times less memory", rows[1][7], "at least", 8.0),
-                  ("training, Dream-shaped: of the bare LoRA model's time", rows[0][4], "at most", 1.1)])
-
-    shape, work = sizes("Dream-shaped", a.quick)
-    state, batch = trainer(shape), make_batches(shape, work, 1)[0]
-
-    def step(again):
-        state[0].grad_checkpoint = again
-        our_step(*state, batch)
-    ways = {"batch of 4, --grad-checkpoint": lambda: step(True), "batch of 4": lambda: step(False)}
-    best = race("training", ways, a.repeats + 1)
-    rows = [[name, best[name], best[name] / best["batch of 4"], peak(f)] for name, f in ways.items()]
-    (r, visible, targets), W = batch[0], work["W"]       # the CE's state is asked for W tokens, every other for one
-    bare = [bare_step(state[0], [(r, visible, targets[:n])]) for n in (W, *[1] * (W - 1))]
-    ways = {f"one sample, --rank-context exact, {title}": lambda n=n: our_step(*state, batch[:1], "exact", n)
-            for title, n in (("state by state (default)", 8), ("--exact-chunk 32, all states at once", 32))}
-    best = race("training", {"W bare forward-backwards": lambda: [f() for f in bare], **ways}, a.repeats + 1)
-    rows += [[name, best[name], best[name] / best["W bare forward-backwards"], peak(f)] for name, f in ways.items()]
-    table("Training step, Dream-shaped: what saves memory, and exact entropies (ratio: to W bare forward-backwards)",
-          ["", "s", "ratio", "MB"], rows)
-    goals.append(("--rank-context exact: of W forward-backwards", rows[2][2], "at most", 1.1))
+def compare(title: str, variants: dict, rounds: int, rtol=1e-3):
+    """By the best round; all take turns. What they return, if anything, must be equal."""
+    best, results = {}, {}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            results[name], seconds, memory = measure(run)
+            print(f"{title}: {name}: {seconds:.3f} s, {memory:.3f} GB", flush=True)
+            best[name] = min(best.get(name, (math.inf, 0)), (seconds, memory))
+            if results[name] is not None:
+                np.testing.assert_allclose(results[name], results["ours"], rtol=rtol, err_msg=name)
+    our_seconds, our_memory = best["ours"]
+    RESULTS[f"{title}: ours, GB"] = our_memory
+    for name, (seconds, memory) in best.items():
+        RESULTS[f"{title}: {name} / ours"] = seconds / our_seconds
+        RESULTS[f"{title}: ours / {name}"] = our_seconds / seconds
+        RESULTS[f"{title}: memory, ours / {name}"] = our_memory / memory
 
 
-def bench_decode(a):
-    count, N, k, size = (64, 256, 1, 8) if a.full else (8, 64, 8, 2) if a.quick else (64, 256, 32, 8)
-    shape, rng, rows = sizes("Dream-shaped", a.quick)[0], np.random.default_rng(0), []
-    prompts = [(i, [i + 2, *rng.integers(2, shape["vocab"], rng.integers(39, 250))]) for i in range(count)]
-    bare, full, half = build(shape), [N] * count, rng.permutation(np.linspace(N / 8, 7 * N / 8, count).astype(int))
-    blocks = settings(N, min(k, N // 8), block=N // 8, score="confidence", clean=True)
-    for title, ends, s, batch, others in (               # others: batches of the plain loop
-            ("no EOS, by entropy", full, settings(N, k), size, (count, size)),
-            ("answers end at half, 8 blocks, by confidence", half, blocks, size, (count,)),
-            (f"the same, batches of {2 * size}", half, blocks, 2 * size, ()),
-            ("no EOS, temperature 0.1, top-p 0.9", full, settings(N, k, temperature=0.1, top_p=0.9), size, ())):
-        model, pads, start = Scripted(bare, ends, N), np.zeros(2), clock()
-        on_step = lambda live, T: np.add(pads, (sum(T - N - len(r.ids) for r in live), T * len(live)), out=pads)
-        done = {row.key: row for row in decode(model, prompts, s, batch, on_step)}
-        ours, needed = clock() - start, -(-sum(r.step for r in done.values()) // batch)
-        row = [title, ours, *[""] * 4, ours / model.seconds, model.forwards, needed, 100 * pads[0] / pads[1], ""]
-        for n, other in enumerate(others):
-            start = clock()
-            x = np.concatenate([plain_decode(model, prompts[i:i + other], s) for i in range(0, count, other)])
-            plain = clock() - start
-            row[2 + 2 * n:4 + 2 * n] = plain, plain / ours
-            same = sum(bool((done[i].canvas[:e + 1] == x[i][:e + 1]).all()) for i, e in enumerate(ends))
-            row[-1] = f"{same} of {count}"
-            if same < count:
-                stop(f"{title}: {count - same} of {count} rows differ from the plain loop; decode.py is broken")
-        rows.append(row)
-    table(f"Decoding, Dream-shaped: {count} prompts of 40-250 tokens, length {N}, {k} tokens a step, batches of {size}",
-          ["", "ours, s", "plain, whole", "ratio", f"plain, by {size}", "ratio ", "ours/forwards", "forwards", "needed",
-           "padding, %", "same tokens"], rows)
-    goals.extend([("decoding, no EOS: times as fast as plain", rows[0][3], "at least", 1.6),
-                  ("decoding, answers end at half: times as fast as plain", rows[1][3], "at least", 2.5),
-                  ("decoding: time over that of its forwards", max(r[6] for r in rows), "at most", 1.1),
-                  (f"decoding by {size}: the same, of the forwards that full batches need",
-                   max(r[6] * r[7] / r[8] for r in (rows[0], rows[1], rows[3])), "at most", 1.1),
-                  ("decoding: % of positions that are padding", max(r[9] for r in rows), "at most", 10.0)])
-
-    bare, rows, first, count = build(dict(DREAM, layers=1 if a.quick else 4)), [], None, 4 if a.quick else 16
-    prompts = [(i, [i + 2, *range(2, 101)]) for i in range(count)]
-    for N, batch, steps in ((64, 8, 8), (128, 8, 8), (256, 8, 8), (64, 4, 8), (64, 16, 8), (64, 8, 16), (64, 8, 32)):
-        model, s = Scripted(bare, [N] * count, N), settings(N, N // steps)
-        seconds, = race("decoding", {f"length {N}": lambda: list(decode(model, prompts, s, batch))}, a.repeats).values()
-        flops = sum(forward_flops(bare.config, count, 100 + N, count * (N - i * N // steps)) for i in range(steps))
-        first = first if rows else (seconds, flops)
-        rows.append([N, batch, steps, seconds, seconds / first[0], flops / first[1]])
-    table(f"Decoding {count} prompts of 100 tokens, {bare.config.layers} layers: cost against the first row",
-          ["length", "batch", "steps", "s", "measured", "by arithmetic"], rows)
+def bench_train(quick):
+    steps = {"ours": train_step, "bare model": bare_step, "release": release_step,
+             "release, eager attention": release_step_eager}
+    for title, shape in measured_shapes(quick).items():
+        model, batch = make_model(shape), tabom.collate(make_views(shape["vocab"]), MASK, "cpu")
+        variants = {name: partial(step, model, batch) for name, step in steps.items()}
+        compare(f"training, {title}", variants, 3)
 
 
-def bench_start(a):
-    jobs = {"import torch alone": ("-c", "import torch"), "import tabom": ("-c", "import tabom")}
-    scripts, here, best = ("tabom", "decode", "eval", "toy", "lora", "data", "bench"), Path(__file__).parent, {}
-    jobs |= {f"{name}.py --help": (f"{name}.py", "--help") for name in scripts}
-    for name, words in jobs.items():                     # wall time whatever --clock says: another process works
-        for _ in range(a.repeats):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, *words], cwd=here, capture_output=True, check=True)
-            best[name] = min(best.get(name, 1e9), time.perf_counter() - start)
-            tell(f"start-up, {name}: {best[name]:.3g} s")
-    table("Start-up", ["", "s"], [list(x) for x in best.items()])
-    goals.append(("slowest import or --help, s", max(best.values()), "at most", 2.0))
-    with tempfile.TemporaryDirectory() as folder:
-        from safetensors.torch import save_file
-        model, file = build(sizes("Dream-vocabulary", a.quick)[0]), Path(folder) / "model.safetensors"
-        fields = {theirs: getattr(model.config, ours) for ours, theirs in FAMILIES["Dream"]["fields"].items()}
-        (Path(folder) / "config.json").write_text(json.dumps(dict(fields, model_type="Dream")))
-        save_file(model.state_dict(), file)
-        mb = file.stat().st_size / 1e6
-        ways = {"plain read of the file": file.read_bytes,
-                "load, and add up every weight": lambda: [p.sum() for p in load(folder).parameters()]}
-        best = race("loading", ways, a.repeats + 1)
-    table(f"Loading {mb:,.0f} MB that the system has cached", ["", "MB/s"], [[k, mb / v] for k, v in best.items()])
+def bench_decode(quick):
+    count, N, batch_size = (8, 64, 2) if quick else (64, 256, 8)
+    rng = np.random.default_rng(0)
+    for title, low, high in (("without EOS", N, N), ("answers end at half", N // 8, 7 * N // 8)):
+        prompts = []
+        for row, end in enumerate(rng.integers(low, high + 1, count)):
+            words = rng.integers(2, 1000, rng.integers(39, 250))
+            prompts.append((row, [end, *words]))
+        model = make_model(measured_shapes(quick)["Dream's shape"])
+        padding = script_answers(model, N)
+        flags = f"--length {N} --tokens-per-step {N // 8} --score entropy --temperature 0 --top-p 1"
+        s = make_settings(model.config, flags)
+        variants = {"ours": partial(our_decode, model, prompts, s, batch_size),
+                    "plain, one batch": partial(plain_decode, model, prompts, s, count),
+                    "plain, equal batches": partial(plain_decode, model, prompts, s, batch_size)}
+        compare(f"decoding, {title}", variants, 1, rtol=0)
+        plain_forwards = s.steps * (1 + count // batch_size)
+        RESULTS[f"decoding, {title}: share of padding"] = np.mean(padding[:-plain_forwards]).item()
 
 
-# ---------------------------------------------------------------- at the real size
+def bench_exact(quick):
+    shape = measured_shapes(quick)["Dream's shape"]
+    model = make_model(shape)
+    traj, visible, targets = make_views(shape["vocab"])[0]
 
-def plan(a):
-    model, (B, P, N, W) = build(REAL[a.plan], "meta"), (4, 145, 256, 32)                 # P: on average, 250 at most
-    c, total = model.config, sum(p.numel() for p in model.parameters())
-    adapter, tokens, n = sum(p.numel() for p in lora.wrap(model)), B * (250 + N), B * W
-    print(f"{a.plan}: {total:,} parameters, LoRA r 16 on q and v {adapter:,}. All below is estimated.\n"
-          "  Bytes kept, token and layer: 8 C + 4 H + 2 (5 C + 3 MLP + 2 r); --grad-checkpoint: 2 C and one layer;\n"
-          "  a scored position 4 (C + V), 2 V more at the peak, and 0.2 GB once. FLOPs: 4 a weight and token, or 6.\n"
-          f"  --rank-context exact: one state, and W - 1 gradients of the adapter, {4e-9 * (W - 1) * adapter:.2g} GB.\n"
-          f"  sft and dinfer score up to N positions, not W: at most {6e-9 * B * (N - W) * c.vocab:.2g} GB more, "
-          f"t3d {14e-9 * B * (N - W) * c.vocab:.2g}.")
-    kept, peaks = zip(*(train_bytes(c, tokens, n, 2, again) for again in (False, True)), strict=True)
-    fixed = {"weights, bf16": 2 * total, "LoRA, its gradient twice, AdamW, fp32": 20 * adapter, "CUDA, assumed": 1e9}
-    sums = [sum(fixed.values()) + p for p in peaks]
-    table("Estimate, GB a GPU: TABOM, W 32, batch 4, prompts of 250 tokens, response 256",
-          ["", "as it is", "--grad-checkpoint"],
-          [[name, v / 1e9, v / 1e9] for name, v in fixed.items()] +
-          [["kept for the backward pass", *(v / 1e9 for v in kept)],
-           ["more at the peak", *((p - k) / 1e9 for p, k in zip(peaks, kept, strict=True))],
-           ["sum", *(v / 1e9 for v in sums)]] +
-          [[f"fits {gb:g} GB", *("yes" if v < 0.95e9 * gb else "no" for v in sums)]      # 5 % for fragments
-           for gb in sorted({24, 40, 80, a.gpu_memory})])
+    def forward_backwards():
+        for target in targets:
+            bare_step(model, tabom.collate([(traj, visible, target[None])], MASK, "cpu"))
 
-    for title, prompts in ((", math", 12000), (", code", 17000)) if not a.prompts else (("", a.prompts),):
-        hours(a, c, title, prompts, B, P, N, W)
+    exact = partial(exact_step, model, [(traj, visible, targets)])
+    compare("--rank-context exact", {"ours": exact, "W forward-backwards": forward_backwards}, 2)
 
 
-def hours(a, c, title: str, prompts: int, B: int, P: int, N: int, W: int):
-    kept, hour = KEPT.get(prompts, round(0.42 * prompts)), 3600 * a.gpu_tflops * 1e12
-    step = lambda n, **own: train_flops(c, B, P + N, B * n, **own)
-    answer = lambda length: length * forward_flops(c, 1, P + length, length / 2)         # one forward a token
-    rows = [["decode, length 256", answer(N) / 1e12, prompts, prompts * answer(N) / hour / a.ranks]]
-    for name, samples, flops in (("sft, ground truth", prompts, step(N / 2)), ("sft, own answers", kept, step(N / 2)),
-                                 ("dinfer", kept, step(N / 3)), ("tabom", kept, step(W)),
-                                 ("t3d", kept, step(N / 2) + forward_flops(c, B, P + N, B * N / 2)),
-                                 ("tabom --grad-checkpoint *", kept, step(W, checkpoint=True)),
-                                 ("tabom --rank-context exact *", kept, W * B * train_flops(c, 1, P + N, 2))):
-        steps = 5 * -(-samples // (B * a.ranks))
-        rows.append([f"train {name}: 5 epochs of {samples:,}", flops / 1e12, steps, steps * flops / hour])
-    for name, (count, *lengths) in QUESTIONS.items():    # gsm8k also at 2 tokens a step: half the forwards again
-        flops, count = (1.5 if name == "gsm8k" else 1) * answer(lengths[a.plan == "llada"]), 6 * count
-        rows.append([f"evaluate {name}: base and 5 methods", flops / 1e12, count, count * flops / hour / a.ranks])
-    count = 6 * (256 + 64 * a.ranks)                     # every rank looks at all 64 trajectories again
-    rows.append(["evaluate TDS: base and 5 methods", answer(N) / 1e12, count, count * answer(N) / hour / a.ranks])
-    rows.append(["sum, without *", "", "", sum(r[3] for r in rows if "*" not in r[0])])
-    table(f"Estimate{title}, {a.ranks} GPUs that achieve {a.gpu_tflops:g} TFLOP/s each; no answer ends early",
-          ["", "TFLOP, of a step on one GPU or an answer", "steps or answers", "hours"], rows)
+def bench_start(quick):
+    for name in ("tabom.py", "decode.py", "eval.py", "toy.py", "lora.py", "data.py", "bench.py"):
+        command = [sys.executable, name, "--help"]
+        start = time.perf_counter()
+        subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
+        RESULTS[f"{name} --help, s"] = time.perf_counter() - start
+
+
+def bench_plan(quick):
+    """What --plan counts, against what torch counts and measures: one training step of small shapes in fp32."""
+    for title, shape in measured_shapes(quick).items():
+        model = make_model(shape)
+        mean = tabom.collate(make_views(shape["vocab"]), MASK, "cpu")
+        largest = tabom.collate(make_views(shape["vocab"], LONGEST_PROMPT), MASK, "cpu")
+        price = price_step(partial(train_step, make_model(shape, "meta")), 4, 256, WINDOW, WINDOW)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            train_step(model, mean)
+        _, _, memory = measure(partial(train_step, model, largest))
+        peak = price.peak - sum(p.nbytes for p in model.parameters())
+        RESULTS[f"--plan, {title}: error of FLOPs"] = abs(price.sums["flops"] / counter.get_total_flops() - 1)
+        RESULTS[f"--plan, {title}: error of peak memory"] = abs(peak / 1e9 / memory - 1)
 
 
 def main():
-    global clock
-    p = Flags(__doc__)
-    g = p.add_argument_group("measuring")
-    g.add_argument("--only", nargs="+", choices=["check", "train", "decode", "start"], help="some parts (default: all)")
-    g.add_argument("--quick", action="store_true", help="3 layers, short answers: to see that it runs")
-    g.add_argument("--full", action="store_true", help="decode 64 prompts, length 256, one token a step: hours")
-    g.add_argument("--repeats", type=int, default=2, help="rounds, of which the best counts (default 2)")
-    g.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                   help="cpu: processor time, on a busy machine, with OMP_NUM_THREADS=1 (default wall)")
-    g.add_argument("--json", help="also write the figures to this file")
-    g = p.add_argument_group("estimating")
-    g.add_argument("--plan", choices=list(REAL), help="what the paper's experiment costs; nothing is run")
-    g.add_argument("--gpu-memory", type=float, default=80, help="GB (default 80)")
-    g.add_argument("--gpu-tflops", type=float, default=400, help="achieved in bf16, not peak (default 400: an H100)")
-    g.add_argument("--ranks", type=int, default=8, help="GPUs (default 8)")
-    g.add_argument("--prompts", type=int, default=0, help="one experiment of so many (default: the paper's two)")
-    a = p.parse_args()
-    if min(a.repeats, a.ranks, a.prompts + 1) < 1 or not all(0 < x < math.inf for x in (a.gpu_memory, a.gpu_tflops)):
-        stop(f"--repeats {a.repeats} --ranks {a.ranks} --prompts {a.prompts} --gpu-memory {a.gpu_memory} "
-             f"--gpu-tflops {a.gpu_tflops}: repeats and ranks are at least 1, prompts not negative, the others above 0")
-    if a.json and (Path(a.json).is_dir() or not Path(a.json).absolute().parent.is_dir()):
-        stop(f"--json {a.json}: is a folder, or its folder is not there; give a file in an existing one")
-    clock = time.process_time if a.clock == "cpu" else time.perf_counter
-    if a.plan:
-        plan(a)
-    else:
-        cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-        print(f"{datetime.date.today()}, {platform.machine()}, {cores}, torch {torch.__version__}, {tabom.commit()}"
-              f"{', --quick' * a.quick}")
-        for name in a.only or ("check", "train", "decode", "start"):
-            globals()[f"bench_{name}"](a)
-        met = lambda value, bound, target: "met" if (value >= target) == (bound == "at least") else "missed"
-        table("Targets" + ", not comparable: --quick has other sizes" * a.quick,
-              ["", "measured", " ", "target", "  "], [[*g, met(*g[1:])] for g in goals])
-    if a.json:
-        write_whole(a.json, json.dumps(report, indent=1).encode())
+    parts = {"train": bench_train, "decode": bench_decode, "exact": bench_exact, "start": bench_start,
+             "plan": bench_plan}
+    parser = new_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="some parts")
+    parser.add_argument("--plan", choices=MODELS, help="estimate what the experiment costs on GPUs; nothing is run")
+    parser.add_argument("--gpus", type=int, default=8, help="8; for the small model 1")
+    parser.add_argument("--prompts", type=int, default=12000, help="to decode; sft on references trains on all")
+    parser.add_argument("--records", type=int, default=5100, help="valid trajectories among them")
+    parser.add_argument("--length", type=int, default=256, help="response tokens")
+    parser.add_argument("--block", type=int, default=0, help="as in decode.py")
+    parser.add_argument("--batch-size", type=int, default=4, help="training samples per GPU")
+    if "small" in sys.argv:
+        parser.set_defaults(gpus=1, prompts=2000, records=850, length=128, block=32)
+    args = parser.parse_args()
+    if args.plan:
+        return plan(args)
+
+    print(about_run())
+    for name in args.only:
+        parts[name](args.quick)
+    rows = [["", "measured", "target"]]
+    for line in TARGETS.strip().splitlines():
+        name, sign, target = line.rsplit(maxsplit=2)
+        if name in RESULTS:
+            met = RESULTS[name] >= float(target) if sign == ">=" else RESULTS[name] <= float(target)
+            rows.append([name, RESULTS[name], f"{sign} {target}", "met" if met else "missed"])
+    table("Targets, not comparable: --quick has other sizes" if args.quick else "Targets", rows)
 
 
 if __name__ == "__main__":
-    with safely("nothing was to be kept; run the same command again"):
-        main()
+    main()

@@ -1,209 +1,202 @@
-"""LoRA by hand, in peft's file format, under the hub's module names.
+"""
+LoRA by hand, in peft's file format and under the hub's module names.
 
-    python lora.py --model M --adapter DIR --out MERGED        # a merged checkpoint in the model's own hub layout
+    params = lora.add(model, ["q_proj", "v_proj"], r=16, alpha=16)     # {peft's name: trainable tensor}
+    with lora.disabled(model): ...                                     # the frozen base
+    lora.save(model, "out/adapter"); lora.load(model, "out/adapter")   # peft reads and writes the same files
 
-Adapter weights are fp32, whatever the base's type; products run in the activations' type, as autocast would.
+    python lora.py --model M --adapter DIR --out MERGED                # a merged checkpoint in the model's own layout
 """
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 
-from data import safely, write_whole
-from model import Flags, find, fitting_shards, put, read_json, skeleton, stop, tensors
-
-# isort: split
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
-PREFIX = "base_model.model."            # what peft puts before the hub's module path
+from model import hub_name, read_config, weight_files
+from util import new_parser, read_json, stop, write_whole
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(nn.Linear):
+    """y = W x + b + (alpha / r) B A x. W and b are the base's and frozen; A and B learn, in fp32 whatever W's type."""
     def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
-        super().__init__()
-        self.base, self.scale, self.on, self.merged = base, alpha / r, True, False
-        A = torch.empty(r, base.in_features)                                     # on CPU: the same start on any device
-        nn.init.kaiming_uniform_(A, a=5 ** 0.5, generator=generator)
-        self.lora_A = nn.Parameter(A.to(base.weight.device))                     # (r, in)
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))   # (out, r)
-
-    def delta(self):
-        return self.scale * self.lora_B @ self.lora_A                            # (out, in)
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.r, self.alpha, self.enabled = r, alpha, True
+        # drawn on the CPU: the same start on any device. B = 0: the adapter is the identity at first
+        A = nn.init.kaiming_uniform_(torch.empty(r, base.in_features), a=5 ** 0.5, generator=generator)
+        self.lora_A = nn.Parameter(A.to(base.weight.device))                                           # (r, in)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))       # (out, r)
 
     def forward(self, x):
-        if not self.on:
-            return self.base(x)
-        # y = W x + b + (alpha / r) B A x
-        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        y = F.linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return y
+        low = F.linear(x, self.lora_A.to(x.dtype))
+        return y + self.alpha / self.r * F.linear(low, self.lora_B.to(x.dtype))
 
 
-def layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """{hub path: LoRALinear}, in the model's order."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+def layers(model) -> dict[str, LoRALinear]:
+    """{the hub's module path: layer}"""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            found[hub_name(name, model.config.family)] = module
+    return found
 
 
-def wrap(model: nn.Module, targets=("q_proj", "v_proj"), r: int = 16, alpha: float = 16, seed: int = 0):
-    """Replaces every linear whose last name is in targets; freezes all the rest. Returns the adapter's parameters."""
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    there = sorted({name.rsplit(".", 1)[-1] for name in linears})
-    for t in targets:
-        if t not in there:
-            stop(f"--targets {t}: no linear layer has that name; there are {', '.join(there)}")
-    wide = max(m.in_features for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets)
-    if not 1 <= r <= wide:
-        stop(f"--rank {r}: a LoRA rank is at least 1, and at most the layers' {wide} inputs")
+def linears(model) -> dict[str, str]:
+    """{the hub's module path: our module name} of every linear layer."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[hub_name(name, model.config.family)] = name
+    return found
+
+
+def replace(model, name: str, module: nn.Module):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def add(model, targets, r: int, alpha: float, seed: int = 0) -> dict[str, nn.Parameter]:
+    """Puts an adapter on every linear layer whose last name is in targets; the rest is frozen. Returns parameters()."""
+    paths = linears(model)
+    known = {path.rpartition(".")[2] for path in paths}
+    for target in targets:
+        if target not in known:
+            stop(f"--lora-targets {target}: no linear layer has that name; there are {', '.join(sorted(known))}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for name, m in linears.items():
-        if name.rsplit(".", 1)[-1] in targets:
-            put(model, name, LoRALinear(m, r, alpha, generator))
-    return [p for m in layers(model).values() for p in (m.lora_A, m.lora_B)]
+    for path, name in paths.items():
+        if path.rpartition(".")[2] in targets:
+            replace(model, name, LoRALinear(model.get_submodule(name), r, alpha, generator))
+    return parameters(model)
+
+
+def parameters(model) -> dict[str, nn.Parameter]:
+    """{peft's name: tensor} of the adapter."""
+    named = {}
+    for path, layer in layers(model).items():
+        named[f"base_model.model.{path}.lora_A.weight"] = layer.lora_A
+        named[f"base_model.model.{path}.lora_B.weight"] = layer.lora_B
+    return named
 
 
 @contextlib.contextmanager
-def off(model: nn.Module):
-    """with off(model): the frozen base speaks."""
-    was = {m: m.on for m in layers(model).values()}      # a merged adapter is off already, and must stay so
-    for m in was:
-        m.on = False
+def disabled(model):
+    """Inside, the model is the frozen base."""
+    adapters = layers(model).values()
+    for layer in adapters:
+        layer.enabled = False
     try:
         yield
     finally:
-        for m, on in was.items():
-            m.on = on
+        for layer in adapters:
+            layer.enabled = True
 
 
-@torch.no_grad()
-def merge(model: nn.Module, sign: int = 1):
-    """W += (alpha / r) B A, and the adapter off; sign -1 takes it out again (exact to rounding); twice is once."""
-    for m in layers(model).values():
-        if m.merged != (sign > 0):
-            m.base.weight += sign * m.delta().to(m.base.weight.dtype)
-            m.merged, m.on = sign > 0, sign < 0
-
-
-def unmerge(model: nn.Module):
-    merge(model, -1)
-
-
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{PREFIX}{name}.lora_{ab}.weight": getattr(m, f"lora_{ab}").detach().cpu().contiguous()
-            for name, m in layers(model).items() for ab in "AB"}
-
-
-def save(model: nn.Module, folder, base_name: str = ""):
-    """adapter_model.safetensors + adapter_config.json: what peft.PeftModel.from_pretrained reads."""
-    folder, found = Path(folder), layers(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    first = next(iter(found.values()))
-    r = first.lora_A.shape[0]
-    (folder / "adapter_model.safetensors").write_bytes(to_bytes(state(model), metadata={"format": "pt"}))
-    (folder / "adapter_config.json").write_text(json.dumps(dict(
-        peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=r, lora_alpha=first.scale * r,
-        lora_dropout=0.0, bias="none", target_modules=sorted({n.rsplit(".", 1)[-1] for n in found}),
-        inference_mode=True, fan_in_fan_out=False, init_lora_weights=True), indent=2))
-
-
-def read(folder) -> tuple[dict, float, int]:
-    """({module path: {"A": ..., "B": ...}}, scale, r) of an adapter folder, ours or peft's."""
+def save(model, folder, base_name: str = ""):
+    """adapter_model.safetensors and adapter_config.json: what peft.PeftModel.from_pretrained reads."""
     folder = Path(folder)
-    if not folder.is_dir():
-        stop(f"{folder}: no such folder; --adapter takes one with adapter_config.json and adapter_model.safetensors")
-    config = read_json(folder / "adapter_config.json")
-    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
-        if config.get(key):
-            stop(f"{folder}/adapter_config.json: {key} is {config[key]!r}, which is not built; train without it")
-    r, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or type(r) is not int or r < 1 or type(alpha) not in (int, float) \
-            or not abs(alpha) < 1e9:
-        stop(f"{folder}/adapter_config.json: not a LoRA adapter (peft_type {config.get('peft_type')!r}, r {r!r}, "
-             f"lora_alpha {alpha!r}); save the adapter again")
-    try:
-        flat = load_file(folder / "adapter_model.safetensors")
-    except Exception as e:
-        stop(f"{folder}/adapter_model.safetensors: cannot be read ({' '.join(str(e).split())[:200]}); save the adapter "
-             f"again")
-    found: dict = {}
-    for key, value in flat.items():
-        value = value.float()
-        path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if kind not in ("A", "B") or value.ndim != 2 or value.shape[0 if kind == "A" else 1] != r:
-            stop(f"{folder}/adapter_model.safetensors: {key} {tuple(value.shape)} is no LoRA matrix of rank {r}; "
-                 f"save the adapter again")
-        if not bool(value.isfinite().all()):
-            stop(f"{folder}/adapter_model.safetensors: {key} has entries that are no numbers; train the adapter again")
-        found.setdefault(path, {})[kind] = value
-    odd = [p for p, ab in found.items() if len(ab) != 2]
-    if odd or not found:
-        stop(f"{folder}/adapter_model.safetensors: {odd[0] if odd else 'it'} lacks a matrix; save the adapter again")
-    return found, alpha / r, r
+    folder.mkdir(parents=True, exist_ok=True)
+    found = layers(model)
+    any_layer = next(iter(found.values()))
+    config = dict(peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=any_layer.r,
+                  lora_alpha=any_layer.alpha, lora_dropout=0.0, bias="none", inference_mode=True, fan_in_fan_out=False,
+                  init_lora_weights=True, target_modules=sorted({path.rpartition(".")[2] for path in found}))
+    tensors = {name: p.detach().cpu().contiguous() for name, p in parameters(model).items()}
+    write_whole(folder / "adapter_model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
+    write_whole(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
 
 
-def check_fit(folder, path: str, ab: dict, shape):
-    """shape: that of the model's weight at path, None if it has none."""
-    want = (ab["B"].shape[0], ab["A"].shape[1])
-    if shape is None or tuple(shape) != want:
-        has = "has no such layer" if shape is None else f"has {' x '.join(map(str, shape))} there"
-        stop(f"{folder}: {path} ({want[0]} x {want[1]}) does not fit: the model {has}; "
-             f"use the model the adapter was trained on")
+def read(folder):
+    """({module path: {"A": (r, in), "B": (out, r)}}, r, alpha) of an adapter folder, ours or peft's."""
+    config_path = Path(folder) / "adapter_config.json"
+    config = read_json(config_path)
+    if config.get("peft_type") != "LORA":
+        stop(f"{config_path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are read")
+    # each of these changes the formula above: loading the matrices alone would be silently wrong
+    plain = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
+    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+                "lora_bias", "alora_invocation_tokens", *plain):
+        if config.get(key) and config[key] not in plain.get(key, []):
+            stop(f"{config_path}: {key} is {config[key]!r}, which is not built; train the adapter without it")
+    matrices = {}
+    for key, value in load_file(Path(folder) / "adapter_model.safetensors").items():
+        path, _, kind = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        if kind not in ("A", "B"):
+            stop(f"{folder}: holds {key}, which is not built; train the adapter with lora_A and lora_B only")
+        matrices.setdefault(path, {})[kind] = value.float()
+    return matrices, config["r"], config["lora_alpha"]
 
 
-def load(model: nn.Module, folder):
-    """Wraps the model's layers that the adapter names and fills them in; an adapter that was there goes."""
-    found, scale, r = read(folder)
-    for name, m in layers(model).items():
-        put(model, name, m.base)
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for path, ab in found.items():
-        m = linears.get(path)
-        check_fit(folder, path, ab, None if m is None else m.weight.shape)
-        new = LoRALinear(m, r, scale * r)
-        for kind in "AB":
-            getattr(new, f"lora_{kind}").data.copy_(ab[kind])
-        put(model, path, new)
+def load(model, folder):
+    """Puts a saved adapter on the model, in place of one that may be there."""
+    matrices, r, alpha = read(folder)
+    for path, layer in layers(model).items():
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight, plain.bias = layer.weight, layer.bias
+        replace(model, linears(model)[path], plain)
+    paths = linears(model)
+    for path, matrix in matrices.items():
+        if path not in paths:
+            stop(f"{folder}: holds {path}, which {model.config.name} does not have; use the adapter's own base model")
+        layer = LoRALinear(model.get_submodule(paths[path]), r, alpha)
+        layer.load_state_dict({"lora_A": matrix["A"], "lora_B": matrix["B"]}, strict=False)      # shapes are checked
+        replace(model, paths[path], layer.requires_grad_(False))
 
 
 def merge_checkpoint(name: str, adapter: str, out: str):
-    """Shard by shard, in the original's file names and types; everything else in its folder is copied unread."""
-    found, scale, _ = read(adapter)
-    out = os.path.normpath(out)
-    if os.path.exists(out) or not os.path.isdir(os.path.dirname(out) or "."):
-        fault = "is there already" if os.path.exists(out) else "its folder is not there"
-        stop(f"--out {out}: {fault}; give a new folder in an existing one")
-    model, source = skeleton(name), find(name, "*.safetensors", "*.py")
-    where, tmp = fitting_shards(model, source), Path(f"{out}.part")
-    for path, ab in found.items():                       # all of it before the first byte is written
-        key = f"{path}.weight"
-        check_fit(adapter, path, ab, next(tensors({key: where[key]}))[1].shape if key in where else None)
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    try:
-        for file in sorted(set(where.values())):
-            merged = {}
-            for key, w in tensors({k: p for k, p in where.items() if p == file}):
-                ab = found.get(key.removesuffix(".weight"))
-                merged[key] = w if ab is None else (w.float() + scale * ab["B"] @ ab["A"]).to(w.dtype)
-            write_whole(tmp / file.name, to_bytes(merged, metadata={"format": "pt"}))
-            print(f"{file.name}: {len(merged)} tensors", flush=True)
-        for file in source.iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-                shutil.copyfile(file, tmp / file.name)
-        os.rename(tmp, out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)           # of a full disk, too; renamed, it is not there any more
-    print(f"{out}: {name} with {adapter} merged into {len(found)} layers")
+    """W + (alpha / r) B A, file by file, under the original's file names and in its types; other files are copied."""
+    config = read_config(name)
+    matrices, r, alpha = read(adapter)
+    out = Path(out)
+    if out.exists():
+        stop(f"--out {out}: exists already; give a new folder")
+    files, known = weight_files(config), set()
+    for file in files:
+        with safe_open(file, "pt") as f:
+            known.update(f.keys())
+    for path in matrices:
+        if f"{path}.weight" not in known:
+            stop(f"{adapter}: holds {path}, which {name} does not have; use the adapter's own base model")
+    if config.tied and config.family["names"]["head"] in matrices:
+        stop(f"{adapter}: is on the head, whose weight is the embedding's here: merging would change both")
+
+    # into a folder that gets its name at the end
+    part = Path(f"{out}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for file in files:
+        tensors = {}
+        with safe_open(file, "pt") as f:
+            for key in f.keys():
+                tensors[key] = f.get_tensor(key)
+                path = key.removesuffix(".weight")
+                if path in matrices:
+                    delta = alpha / r * matrices[path]["B"] @ matrices[path]["A"]
+                    tensors[key] = (tensors[key].float() + delta).to(tensors[key].dtype)
+        (part / file.name).write_bytes(to_bytes(tensors, metadata={"format": "pt"}))
+        print(f"{file.name}: {len(tensors)} tensors", flush=True)
+    # config, tokenizer and the rest, but no weights in other formats: they are not merged
+    for file in config.folder.iterdir():
+        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+            shutil.copyfile(file, part / file.name)
+    part.rename(out)
+    print(f"{out}: {name} with {adapter} merged into {len(matrices)} layers")
 
 
 if __name__ == "__main__":
-    p = Flags(__doc__)
-    p.add_argument("--model", required=True, help="model folder or hub name")
-    p.add_argument("--adapter", required=True, help="adapter folder in peft's format")
-    p.add_argument("--out", required=True, help="new folder for the merged checkpoint")
-    a = p.parse_args()
-    with safely(f"{a.out} was not written; run the same command again"):
-        merge_checkpoint(a.model, a.adapter, a.out)
+    parser = new_parser(__doc__)
+    parser.add_argument("--model", required=True, help="hub name or folder")
+    parser.add_argument("--adapter", required=True, help="adapter folder in peft's format")
+    parser.add_argument("--out", required=True, help="new folder for the merged checkpoint")
+    args = parser.parse_args()
+    merge_checkpoint(args.model, args.adapter, args.out)
