@@ -94,7 +94,7 @@ MODELS = {
 # the share of the response that the longest window of four samples covers on average; tabom's window is fixed
 METHODS = {"sft on references": 0.8, "sft": 0.8, "dinfer": 0.6, "t3d": 0.8, "tabom": 0}
 PROMPT, LONGEST_PROMPT, WINDOW = 150, 250, 32
-MASK, EOS = 0, 1
+MASK, EOS = 1, 2                                        # 0 is what decode.py and tabom.py pad with
 ASSUMPTIONS = """
 Estimated from the operations of one step of this code in bf16; nobody ran it.
 * A kernel takes as long as its arithmetic or its memory traffic, at the rates below. The CPU launches ahead of the GPU:
@@ -133,7 +133,7 @@ def make_views(vocab: int, prompt_length: int = PROMPT) -> list:
     args = SimpleNamespace(method="tabom", window=WINDOW)
     views = []
     for _ in range(4):
-        prompt, response = rng.integers(2, vocab, prompt_length), rng.integers(2, vocab, 256)
+        prompt, response = rng.integers(3, vocab, prompt_length), rng.integers(3, vocab, 256)
         order = rng.permutation(256)
         traj = SimpleNamespace(prompt=prompt, response=response, order=order, step=np.argsort(order))
         views.append((traj, *tabom.sample_view(traj, args, rng)))
@@ -209,21 +209,21 @@ def release_step_eager(model, batch):
 
 def script_answers(model, N) -> list:
     """
-    Random weights never end, and nearly tie. So one logit per position is raised, the more to the left the higher: EOS
+    Random weights never end, and nearly tie. So one logit per position is high, the more to the left the higher: EOS
     from the position that the prompt's first token says, other tokens before. Returns what gets each forward's padding.
     """
     padding = []
 
-    def raise_logits(model, inputs, logits):
+    def set_logits(model, inputs, logits):
         ids, attend, pos = inputs
         padding.append((~attend).float().mean())
         end = ids.gather(1, (~attend).sum(1, keepdim=True))                                  # (B, 1)
         place = pos - ids.shape[1] + N                                                       # (B, n); prompt: negative
-        token = torch.where(place < end, 2 + place * end % 1000, EOS)
-        height = (place >= 0) * (12 - 5 * place / N)
-        logits.scatter_add_(2, token[..., None], height[..., None])
+        token = torch.where(place < end, 3 + place * end % 1000, EOS)
+        height = 17 - 9 * place / N
+        logits.scatter_(2, token[..., None], height[..., None])
 
-    model.register_forward_hook(raise_logits)
+    model.register_forward_hook(set_logits)
     return padding
 
 
@@ -426,7 +426,7 @@ def bench_decode(quick):
     for title, low, high in (("without EOS", N, N), ("answers end at half", N // 8, 7 * N // 8)):
         prompts = []
         for row, end in enumerate(rng.integers(low, high + 1, count)):
-            words = rng.integers(2, 1000, rng.integers(39, 250))
+            words = rng.integers(3, 1000, rng.integers(39, 250))
             prompts.append((row, [end, *words]))
         model = make_model(measured_shapes(quick)["Dream's shape"])
         padding = script_answers(model, N)

@@ -14,7 +14,6 @@ $ python eval.py lm_eval run --model tabom --model_args model=M,adapter=DIR --ta
 Every number goes to OUT/NAME.json with settings, versions and hardware; what is there is not measured again. "base" is
 the model without an adapter.
 """
-import datetime
 import functools
 import importlib.util
 import json
@@ -34,7 +33,7 @@ from decode import add_decoding_flags, decode, encode_prompts, entropy, make_rec
 from model import load_model, load_tokenizer, read_config
 from tabom import collate, sample_view
 from tabom import parse_args as tabom_args
-from util import Bar, about_run, new_parser, read_json, setup_device, stop, write_whole
+from util import Bar, about_run, init_process_group, new_parser, read_json, setup_device, stop, write_whole
 
 # the paper's decoding table: response tokens = steps, and LLaDA's block; IFEval is not in it: 512, one block
 BENCHMARKS = {
@@ -502,7 +501,7 @@ def main():
         return
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))      # ranks wait while rank 0 scores
+        init_process_group("gloo", minutes=24 * 60)      # ranks wait while rank 0 scores
     out.mkdir(parents=True, exist_ok=True)
 
     # what was measured before stays, if it was measured in the same way

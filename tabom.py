@@ -17,7 +17,6 @@ Where the paper is silent we say so in README "Departures".
 
 B: batch, T: prompt + response, N: response, W: window, V: vocabulary
 """
-import datetime
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from safetensors.torch import save as to_bytes
 import lora
 from data import load_trajectories, model_of
 from model import load_model, load_tokenizer, read_config
-from util import about_run, new_parser, peak_memory, setup_device, stop, write_whole
+from util import about_run, init_process_group, new_parser, peak_memory, setup_device, stop, write_whole
 
 # -----------------------------------------------------------------------------
 # settings; the defaults are the paper's
@@ -105,6 +104,7 @@ def sample_view(traj, args, rng):
     Draws a cut. Returns visible (N,) bool, the response tokens the model gets to see, and targets, the positions it is
     asked for, in decoding order. traj.step (N,): the step that decoded each position, -1 = never, it stays masked.
     traj.order: the positions that may be targets, sorted by (step, entropy, position).
+    eval.py --order draws its windows here too: put a variant behind a flag.
     """
     decoded = traj.step >= 0
     steps = traj.step[traj.order]                          # ascending
@@ -125,7 +125,8 @@ def sample_view(traj, args, rng):
     # tabom and t3d: a uniform cut among the steps that leave a full window; global windows leave at least one pair
     W = 1 if args.method == "t3d" else args.window or 2
     W = min(W, len(steps))                                 # a short trajectory is one window; the authors drop it
-    cut = rng.choice(np.unique(steps[:len(steps) - W + 1]))
+    cuts = np.unique(steps[:len(steps) - W + 1])
+    cut = rng.choice(cuts)
     targets = traj.order[steps >= cut]
     if args.method == "tabom" and args.window:
         targets = targets[:args.window]                    # Delta: the next W tokens
@@ -168,6 +169,11 @@ def epoch_batches(lengths, batch_size, seed, epoch):
 # -----------------------------------------------------------------------------
 # the objective
 
+def entropy(logp):
+    """Eq. 10, (..., V) -> (...): what the ranking compares."""
+    return -(logp.exp() * logp).sum(-1)
+
+
 def tabom_loss(logp, x0, valid, lam, gamma, h=None):
     """
     Eq. 9, one value per sample. Column w is the w-th token of the window in decoding order.
@@ -180,7 +186,7 @@ def tabom_loss(logp, x0, valid, lam, gamma, h=None):
         return ce, {"ce": ce}
     # second term: r decoded before s should have the lower entropy, by gamma; mean over the pairs (Eq. 8)
     if h is None:
-        h = -(logp.exp() * logp).sum(-1)                                    # (B, W)     Eq. 10
+        h = entropy(logp)                                                   # (B, W)     Eq. 10
     gap = h[:, :, None] - h[:, None, :]                                     # (B, W, W)  gap[b, r, s] = h(r) - h(s)
     pair = (valid[:, :, None] & valid[:, None, :]).triu(1)                  # (B, W, W)  r before s, both in the window
     pairs = pair.sum((1, 2)).clamp(min=1)                                   # (B,)       W (W - 1) / 2
@@ -202,7 +208,7 @@ def exact_entropies(model, views, mask_id, device):
             now = targets[traj.step[targets] == step]
             ids, attend, pos, _, _ = collate([(traj, visible, now)], mask_id, device)
             logp = F.log_softmax(model(ids, attend, pos)[0].float(), dim=-1)
-            h.append(-(logp.exp() * logp).sum(-1))
+            h.append(entropy(logp))
         rows.append(torch.cat(h))
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)          # (B, W)
 
@@ -271,8 +277,7 @@ def main():
     # torchrun gives every process a rank and one GPU; without it this is the only process
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
-        backend = "nccl" if "cuda" in device else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=args.timeout))
+        init_process_group("nccl" if "cuda" in device else "gloo", args.timeout)
 
     # data; a bad record ends the run with file:line, value and remedy
     config = read_config(args.model or model_of(args.data))
@@ -390,7 +395,7 @@ def main():
             save_resume(resume_path, params, optimizer, done, settings)
 
     if rank == 0:
-        print(f"adapter: {out}/epoch-{(total_steps - 1) // steps_per_epoch + 1}", flush=True)
+        print(f"saved: {out}/epoch-{(total_steps - 1) // steps_per_epoch + 1}", flush=True)
     if world_size > 1:
         dist.destroy_process_group()
 

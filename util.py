@@ -84,6 +84,19 @@ def setup_device(dtype: str | None = None):
     return rank, world_size, device, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype or default]
 
 
+def init_process_group(backend: str, minutes: float):
+    """torch's own, but safe under torchrun --max-restarts; a rank that hangs for so long ends the run."""
+    import datetime
+
+    import torch.distributed as dist
+    timeout = datetime.timedelta(minutes=minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # the restarts of one node share one key store, and the keys of the ranks that died would let the new ones hang
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def peak_memory(device: str) -> float:
     """GB that this process has needed so far, on its GPU or in main memory."""
     import resource

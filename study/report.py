@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-METHODS = {"sft-gt": "SFT-GT", "sft-sd": "SFT-SD", "dinfer": "dInfer", "t3d": "T3D", "ce-only": "CE only", "tabom": "TABOM"}
+METHODS = {"sft-gt": "SFT-GT", "sft-sd": "SFT-SD", "dinfer": "dInfer", "t3d": "T3D",
+           "ce-only": "CE only", "tabom": "TABOM"}
 
 
 def accuracy(path: Path, key: str) -> float:
