@@ -1,8 +1,6 @@
 """
 Prompts, trajectory records and the verifier. Nothing that a model wrote is ever executed.
 
-    python data.py FILE_OR_NAME        # reads all of it and says what is in it, or names the first mistake
-
 A source is a .jsonl or .parquet file, or one of the paper's data sets by name (SOURCES). A prompt becomes
 {id, prompt, messages, answer, response, kind}; a trajectory record is what decode.py writes (README "Record format").
 """
@@ -12,7 +10,6 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +20,7 @@ SOURCES = {    # name: hub id, configuration, split, kind
     "mixchain-z-prm12k": ("horseee/MixChain-Z-PRM12K", None, "train", "math"),
     "ling-coder-sft": ("inclusionAI/Ling-Coder-SFT", None, "train", "code"),
     "gsm8k": ("openai/gsm8k", "main", "train", "math"),
+    "gsm8k-test": ("openai/gsm8k", "main", "test", "math"),
 }
 
 # -----------------------------------------------------------------------------
@@ -39,7 +37,7 @@ def parse_line(place: str, line: str) -> dict:
 
 
 def read_lines(path: str):
-    """(place, object) for each line of a JSONL file; blank lines, a byte-order mark and CR LF are no mistake."""
+    """(place, object) for each line of a JSONL file; blank lines, a byte-order mark and CR LF are accepted."""
     if not os.path.isfile(path):
         stop(f"{path}: no such file; give a .jsonl or .parquet file, or one of {', '.join(SOURCES)}")
     with open(path, encoding="utf-8-sig") as f:
@@ -75,7 +73,7 @@ def read_rows(source: str):
 # -----------------------------------------------------------------------------
 # prompts
 
-def show(value) -> str:
+def shorten(value) -> str:
     return json.dumps(value, default=str)[:40]
 
 
@@ -84,7 +82,7 @@ def text_of(place: str, row: dict, *names) -> str | None:
     for name in names:
         if row.get(name) is not None:
             if not isinstance(row[name], str):
-                stop(f"{place}: {name} is {show(row[name])}, not text; correct or delete the line")
+                stop(f"{place}: {name} is {shorten(row[name])}, not text; correct or delete the line")
             return row[name]
     return None
 
@@ -96,7 +94,7 @@ def read_messages(place: str, turns) -> list[dict]:
     for turn in turns if isinstance(turns, list) else []:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            stop(f"{place}: messages holds {show(turn)}, not a role and its content; correct or delete the line")
+            stop(f"{place}: messages holds {shorten(turn)}, not a role and its content; correct or delete the line")
         messages.append({"role": roles.get(role.lower(), role.lower()), "content": content})
     return messages
 
@@ -121,7 +119,7 @@ def read_item(place: str, row: dict) -> dict:
 
     answer = row.get("answer")
     if isinstance(answer, (dict, list)):
-        stop(f"{place}: answer is {show(answer)}, not text or a number; correct or delete the line")
+        stop(f"{place}: answer is {shorten(answer)}, not text or a number; correct or delete the line")
     if isinstance(answer, str) and "####" in answer:     # GSM8K: the worked solution, then #### and the number
         response = response or answer
         answer = answer.rpartition("####")[2].strip()
@@ -160,10 +158,7 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
     text = item["prompt"]
     if tok.chat_template and not raw:
         text = tok.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True)
-    ids = tok(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        stop(f"{item['place']}: the prompt {item['prompt'][:40]!r} has no tokens; correct or delete the line")
-    return ids
+    return tok(text, add_special_tokens=False)["input_ids"]
 
 # -----------------------------------------------------------------------------
 # trajectory records
@@ -199,7 +194,7 @@ def int_list(place: str, record: dict, field: str, low: int, high: int) -> np.nd
     """A field that holds whole numbers in low .. high - 1."""
     values = record.get(field)
     if not isinstance(values, list) or not values:
-        stop(f"{place}: {field} is {show(values)}, not a list of numbers; write the record again with decode.py")
+        stop(f"{place}: {field} is {shorten(values)}, not a list of numbers; write the record again with decode.py")
     for value in values:
         if type(value) is not int or not low <= value < high:
             stop(f"{place}: {field} holds {value!r}, which is not in {low}..{high - 1}; pass the --model of the "
@@ -222,10 +217,10 @@ def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int):
              f"exactly where the step is -1: pass the --model of the trajectories, or re-run decode.py")
     entropy = record.get("entropy", [None] * N)
     if not isinstance(entropy, list) or len(entropy) != N:
-        stop(f"{place}: entropy is {show(entropy)}, not one number for each of the {N} tokens; re-run decode.py")
+        stop(f"{place}: entropy is {shorten(entropy)}, not one number for each of the {N} tokens; re-run decode.py")
     for h in entropy:
         if h is not None and (type(h) not in (int, float) or not math.isfinite(h)):
-            stop(f"{place}: entropy holds {show(h)}, not a number; re-run decode.py")
+            stop(f"{place}: entropy holds {shorten(h)}, not a number; re-run decode.py")
     return step, np.array([h or 0.0 for h in entropy])
 
 
@@ -236,7 +231,7 @@ def encode_ground_truth(record: dict, tok, length: int) -> list[int]:
 
 
 def decoder_of(row: dict) -> dict:
-    """What decode.py wrote about the model; {} for other people's records, whatever they hold under that name."""
+    """What decode.py wrote about the model; {} for records that decode.py did not write."""
     model = row.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):
         if type(model.get("mask_id")) is int and type(model.get("vocab_size")) is int:
@@ -291,15 +286,10 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
 
 def load_trajectories(args, config, tok) -> list[Trajectory]:
     """All records of --data that are finished and not judged wrong (or --all of them), checked against the model."""
-    trajs, left_out, seen, names = [], {}, set(), set()
+    trajs, left_out, names = [], {}, set()
     for number, (place, row) in enumerate(read_rows(args.data)):
         if args.limit and number >= args.limit:
             break
-        if row.get("id") is not None:
-            key = (str(row["id"]), str(row.get("method")))           # two decoders may have answered one prompt
-            if key in seen:
-                stop(f"{place}: id {row['id']!r} appears twice; every record needs an id of its own")
-            seen.add(key)
         traj = read_trajectory(place, row, number, args, config, tok)
         if isinstance(traj, str):
             left_out[traj] = left_out.get(traj, 0) + 1
@@ -412,28 +402,3 @@ def judge(text: str, finished: bool, answer: str | None, kind: str | None) -> bo
     if kind == "code":
         return code_parses(text)
     return None
-
-
-def main():
-    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
-    count = {"rows": 0, "trajectories": 0, "with a gold answer": 0, "judged right": 0, "judged wrong": 0}
-    for place, row in read_rows(sys.argv[1]):
-        count["rows"] += 1
-        if "decoding_order" in row:
-            count["trajectories"] += 1
-            model = decoder_of(row)
-            ids = int_list(place, row, "response_token_ids", 0, model.get("vocab_size", 1 << 31))
-            if model:
-                read_steps(place, row, ids, model["mask_id"])
-        else:
-            read_item(place, row)
-        count["with a gold answer"] += row.get("answer") is not None
-        count["judged right"] += row.get("correct") is True
-        count["judged wrong"] += row.get("correct") is False
-    print(f"{sys.argv[1]}: " + ", ".join(f"{n} {what}" for what, n in count.items()))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,8 @@ One decoding in colour, early tokens pale, late ones dark:
 $ python decode.py --model M --prompts prompts.jsonl --show
 
 The response starts as N masks. Every step: one forward, a score for each masked position, and the best positions get
-their token. Run again with the same --out, it continues where it stopped. Score, schedule and temperature default to
-the model's own decoder; where we depart from it: README "Departures".
+their token. With the --out of an earlier run it continues that run. Score, schedule and temperature default to the
+model's own decoder; where we depart from it: README "Departures".
 
 B: batch, T: prompt + response, N: response, V: vocabulary, n: masked positions of one row
 """
@@ -21,7 +21,7 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from zlib import crc32
 
 import numpy as np
@@ -60,7 +60,7 @@ def add_decoding_flags(parser):
     parser.add_argument("--raw-prompt", action="store_true",
                         help="feed the bare text, without the chat template")
     parser.add_argument("--batch-size", type=int, default=16, help="prompts per forward")
-    parser.add_argument("--seed", type=int, default=0, help="with a prompt's id it seeds that prompt's draws")
+    parser.add_argument("--seed", type=int, default=0, help="seeds sampling, together with the prompt's id")
     parser.add_argument("--limit", type=int, default=0, help="only the first prompts")
     parser.add_argument("--dtype", choices=["bf16", "fp32"],
                         help="of the weights (default: bf16 on CUDA, else fp32)")
@@ -93,13 +93,13 @@ class Settings:
     top_k: int
     suppress_eos: str | None
     seed: int
-    score_filtered: bool = field(repr=False)             # score the distribution that tokens are drawn from
-    mask_id: int = field(repr=False)
-    end_ids: list = field(repr=False)
+    score_filtered: bool                                 # score the distribution that tokens are drawn from
+    mask_id: int
+    end_ids: list
 
 
 def make_settings(args, config, end_ids) -> Settings:
-    """The flags, completed by the model's own decoder. What would decode something else than asked for is refused."""
+    """The flags, completed by the model's own decoder. Contradictory flags are refused."""
     own = config.family["decode"]
     chosen = {}
     for name in ("score", "schedule", "temperature", "top_p"):
@@ -149,7 +149,7 @@ def schedule(s: Settings) -> list[int]:
         full, rest = divmod(s.block, s.tokens_per_step)
         counts = [s.tokens_per_step] * full + [rest] * (rest > 0)
     else:
-        # as LLaDA: evenly, and the remainder one each to the first steps
+        # as LLaDA: evenly, and the remainder goes to the first steps, one token each
         steps = s.steps // blocks
         counts = [s.block // steps + (i < s.block % steps) for i in range(steps)]
     return counts * blocks
@@ -195,9 +195,10 @@ def draw_tokens(logits, s, rng):
     banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     allowed = filter_logits(without(logits, banned), s)
     if s.temperature > 0:
-        # Gumbel-max, in float64 as LLaDA does: argmax of logits - log(-log u)
-        noise = torch.rand(logits.shape, dtype=torch.float64, generator=rng, device=logits.device)
-        token = (allowed.double() - torch.log(-torch.log(noise))).argmax(-1)
+        # Gumbel-max, in float64 as LLaDA does (Apple's GPUs have fp32 only): argmax of logits - log(-log u)
+        dtype = torch.float32 if logits.device.type == "mps" else torch.float64
+        noise = torch.rand(logits.shape, dtype=dtype, generator=rng, device=logits.device)
+        token = (allowed.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
     else:
         token = allowed.argmax(-1)
     return token, logits.softmax(-1).gather(-1, token[:, None])[:, 0]
@@ -292,12 +293,12 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
         for b, (row, masked) in enumerate(zip(live, candidates, strict=True)):
             z = logits[b, :len(masked)].float()                                              # (n, V)
             h = entropy(z)                                                                   # (n,)  what is logged
-            # random numbers of this prompt and step
+            # the seed depends on the prompt and the step, not on the batch
             seed = crc32(f"{s.seed}/{row.id}/{row.steps_done}".encode())
             rng = torch.Generator(device).manual_seed(seed)
             # entropy and margin order positions without knowing the tokens: drawing them all would be the slowest line
             draw_first = s.score == "confidence" or s.threshold is not None
-            token, sure = draw_tokens(z, s, rng) if draw_first else (None, None)
+            token, confidence = draw_tokens(z, s, rng) if draw_first else (None, None)
             score = score_positions(z, token, s, rng)                                        # (n,)
 
             # the best first; ties by the raw entropy, then by position
@@ -307,16 +308,16 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
             if counts:
                 chosen = order[:counts[row.steps_done]]
             else:
-                chosen = order[sure[order] > s.threshold]
+                chosen = order[confidence[order] > s.threshold]
                 chosen = chosen if len(chosen) else order[:1]
             # their tokens
             if draw_first and not token_model:
-                token, sure = token[chosen], sure[chosen]
+                token, confidence = token[chosen], confidence[chosen]
             else:
-                token, sure = draw_tokens(token_logits[b, chosen].float(), s, rng)
+                token, confidence = draw_tokens(token_logits[b, chosen].float(), s, rng)
 
-            # one copy from the device per row
-            result = torch.stack([chosen.double(), token.double(), h[chosen].double(), sure.double()]).cpu().numpy()
+            # one copy from the device per row; fp32 holds token ids exactly
+            result = torch.stack([chosen.float(), token.float(), h[chosen], confidence]).cpu().numpy()
             if not np.isfinite(result).all():
                 stop(f"prompt {row.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
             where = masked[result[0].astype(int)]
@@ -327,8 +328,13 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
             row.steps_done += 1
 
         # finished rows leave
-        yield from (row for row in live if is_done(row, s))
-        live = [row for row in live if not is_done(row, s)]
+        unfinished = []
+        for row in live:
+            if is_done(row, s):
+                yield row
+            else:
+                unfinished.append(row)
+        live = unfinished
 
 # -----------------------------------------------------------------------------
 # records
@@ -338,8 +344,6 @@ def encode_prompts(items, tok, config, s, raw: bool) -> list[tuple]:
     pairs = []
     for item in items:
         ids = prompt_ids(tok, item, raw)
-        if max(ids) >= config.vocab:
-            stop(f"{item['place']}: token {max(ids)}, but the model has {config.vocab}; download the model again")
         if len(ids) + s.length > config.positions:
             stop(f"{item['place']}: {len(ids)} prompt tokens and --length {s.length}, but the model has "
                  f"{config.positions} positions; delete the line, or give a smaller --length")
@@ -414,7 +418,7 @@ def append_record(path: str, record: dict):
 
 
 def show_in_colour(row, tok):
-    """The response with one shade per token, pale = early, dark = late; a dot was never needed."""
+    """The response with one shade per token, pale = early, dark = late; a dot was never decoded."""
     shades = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
     last = max(1, row.step.max())
     for token, step in zip(row.canvas, row.step, strict=True):

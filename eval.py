@@ -8,17 +8,11 @@ $ python eval.py --model M --adapter sft=out/sft/epoch-5 tabom=out/tabom/epoch-5
 Benchmarks, by lm-evaluation-harness with the paper's decoding table:
 $ torchrun --nproc_per_node 8 eval.py --model M --adapter out/tabom/epoch-5 --tasks gsm8k_cot,minerva_math500
 
-The harness's own command line, with our decoder as its model "tabom":
-$ python eval.py lm_eval run --model tabom --model_args model=M,adapter=DIR --tasks gsm8k_cot --apply_chat_template
-
 Every number goes to OUT/NAME.json with settings, versions and hardware; what is there is not measured again. "base" is
 the model without an adapter.
 """
-import functools
 import importlib.util
 import json
-import math
-import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -44,7 +38,7 @@ BENCHMARKS = {
 
 def parse_args(argv=None):
     parser = new_parser(__doc__)
-    parser.add_argument("--model", help="hub name or folder")
+    parser.add_argument("--model", required=True, help="hub name or folder")
     parser.add_argument("--adapter", nargs="*", default=[], help="adapter folders, DIR or NAME=DIR")
     parser.add_argument("--no-base", action="store_true", help="do not measure the model without an adapter")
     parser.add_argument("--out", default="results", help="folder for JSON and pictures")
@@ -52,7 +46,7 @@ def parse_args(argv=None):
     parser.add_argument("--prompts", nargs="*", default=[],
                         help="prompts with answers; a file's stem names the domain")
     parser.add_argument("--parallel", type=int, nargs="+", default=[],
-                        help="accuracy at so many tokens per step")
+                        help="accuracy at these numbers of tokens per step")
     parser.add_argument("--tds", type=int, default=0,
                         help="trajectories for TDS, of the first file of --prompts")
     parser.add_argument("--order", help="held-out trajectories for the share of pairs in order")
@@ -60,10 +54,9 @@ def parse_args(argv=None):
     parser.add_argument("--ce", nargs=2, metavar=("GT", "SD"),
                         help="cross-entropy of the base against mask ratio")
     parser.add_argument("--swap", action="store_true",
-                        help="one's tokens in the other's order, base and adapter")
+                        help="also the adapter's tokens in the base's order, and the reverse")
     parser.add_argument("--keep", action="store_true", help="keep the decoded records")
     parser.add_argument("--pictures", action="store_true", help="draw what was measured")
-    parser.add_argument("--curves", nargs="+", default=[], help="draw training curves of these log.jsonl files")
     # lm-evaluation-harness
     parser.add_argument("--tasks", help="harness tasks, separated by commas")
     parser.add_argument("--task-path", help="folder with harness tasks of your own")
@@ -79,8 +72,8 @@ def parse_args(argv=None):
         stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     if args.tds and not args.prompts:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts")
-    if (args.curves or args.pictures) and not importlib.util.find_spec("matplotlib"):
-        stop("--curves, --pictures: need a package: pip install matplotlib")
+    if args.pictures and not importlib.util.find_spec("matplotlib"):
+        stop("--pictures: needs a package: pip install matplotlib")
     return args
 
 # -----------------------------------------------------------------------------
@@ -110,9 +103,9 @@ def decode_items(model, tok, config, items, s, args, label, token_model=None):
 # -----------------------------------------------------------------------------
 # measures
 
-def score(records) -> dict:
+def accuracy(records) -> dict:
     right = sum(record["correct"] is True for record in records)
-    return {"right": right, "n": len(records), "share": right / len(records), "interval": interval(right, len(records))}
+    return {"right": right, "n": len(records), "share": right / len(records)}
 
 
 class WithoutAdapter(torch.nn.Module):
@@ -133,17 +126,9 @@ def swap(model, tok, config, items, s, args, label) -> dict:
     """
     base = WithoutAdapter(model)
     return {
-        "adapter's tokens, base's order": score(decode_items(base, tok, config, items, s, args, label, model)),
-        "base's tokens, adapter's order": score(decode_items(model, tok, config, items, s, args, label, base)),
+        "adapter's tokens, base's order": accuracy(decode_items(base, tok, config, items, s, args, label, model)),
+        "base's tokens, adapter's order": accuracy(decode_items(model, tok, config, items, s, args, label, base)),
     }
-
-
-def interval(right: int, n: int, z: float = 1.96):
-    """Wilson's 95 % interval of a share."""
-    p = right / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return middle - half, middle + half
 
 
 @torch.no_grad()
@@ -213,8 +198,8 @@ def ce_by_ratio(model, trajs, config, end_ids, batch_size) -> dict:
             body = np.arange(len(traj.response) if end is None else end + 1)
             rng = np.random.default_rng([int(100 * ratio), n])
             masked = rng.permutation(body)[:max(1, round(ratio * len(body)))]
-            visible = traj.step >= 0
-            visible[masked] = False
+            visible = np.zeros(len(traj.step), dtype=bool)       # what follows the end is masked, in both files
+            visible[np.setdiff1d(body, masked)] = True
             views.append((traj, visible, masked))
         ces = [ce for ce, _ in token_stats(model, views, config.mask_id, batch_size)]
         curve[f"{ratio:.1f}"] = float(np.concatenate(ces).mean())
@@ -247,7 +232,7 @@ def read_pair(args, config, tok):
 # lm-evaluation-harness
 
 class ShareDecoded(Exception):
-    """Ranks other than 0 end here: scoring, which may run what a model wrote, happens once, on rank 0."""
+    """Raised on ranks other than 0 after decoding: only rank 0 scores, because scoring may run generated code."""
 
 
 def benchmark_settings(task: str, model_type: str):
@@ -260,22 +245,20 @@ def benchmark_settings(task: str, model_type: str):
 
 def cut_at(text: str, stops) -> str:
     """The text up to the first of the harness's stop strings."""
-    for stop_text in [stops] if isinstance(stops, str) else stops or []:
-        text = text.partition(stop_text)[0] if stop_text else text
+    if isinstance(stops, str):
+        stops = [stops]
+    for stop_text in stops or []:
+        if stop_text:
+            text = text.partition(stop_text)[0]
     return text
 
 
 class Harness:
-    """Our decoder as a model of the harness: new_harness makes it a subclass of lm_eval's LM."""
-    def __init__(self, model, adapter=None, args=None, batch_size=None, device=None, max_batch_size=None, **flags):
+    """Our decoder as a model of the harness. new_harness makes it a subclass of lm_eval's LM, an optional package."""
+    def __init__(self, args):
         super().__init__()
-        if args is None:                                 # from the harness's command line: its model_args are our flags
-            argv = ["--model", model]
-            for name, value in flags.items():
-                argv += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-            args = parse_args(argv)
-        self.args, self.adapter, self.texts, self.net = args, adapter, [], None
-        self.config = read_config(model)
+        self.args, self.adapter, self.texts, self.net = args, None, [], None
+        self.config = read_config(args.model)
         self.tok = load_tokenizer(self.config)
 
     @property
@@ -331,24 +314,21 @@ class Harness:
         return [texts[n] for n in range(len(requests))]
 
 
-@functools.cache
-def new_harness():
+def new_harness(args):
     if not importlib.util.find_spec("lm_eval"):
         stop("--tasks: needs a package: pip install -r requirements-dev.txt")
     from lm_eval.api.model import LM
-    from lm_eval.api.registry import register_model
-    return register_model("tabom")(type("TabomLM", (Harness, LM), {}))
+    return type("TabomLM", (Harness, LM), {})(args)
 
 
 def run_benchmarks(args, adapters: dict, out: Path, about: dict):
     """The harness's results for the base and each adapter; the weights are loaded once."""
-    lm = new_harness()(args.model, args=args)
+    lm = new_harness(args)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     names = args.tasks.split(",")
-    manager = TaskManager(include_path=args.task_path, include_defaults=False)
-    if not set(names) <= set(manager.all_subtasks):      # the harness's own tasks are many and slow to index
-        manager = TaskManager(include_path=args.task_path)
+    # the harness's own tasks are many and slow to index
+    manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
     for name, folder in adapters.items():
         lm.adapter, lm.texts = folder, []
         try:
@@ -428,22 +408,6 @@ def draw_map(path, model, traj, tok, config, batch_size):
     print(f"picture: {path}")
 
 
-def draw_curves(paths, out: Path):
-    """Training curves: one line per log.jsonl, a running mean because windows are random and steps noisy."""
-    out.mkdir(parents=True, exist_ok=True)
-    logs = {}
-    for path in paths:
-        rows = [row for _, row in read_lines(path)][1:]  # the first line holds the settings
-        logs[Path(path).parent.name] = rows
-    for key in ("loss", "ce", "rank", "in_order"):
-        curves = {}
-        for label, rows in logs.items():
-            values = [row[key] for row in rows]
-            if any(values):
-                k = max(1, len(values) // 50)
-                curves[label] = [row["step"] for row in rows[k - 1:]], np.convolve(values, np.ones(k) / k, "valid")
-        draw_lines(out / f"curve-{key}.png", curves, f"Training: {key}", "step", key)
-
 # -----------------------------------------------------------------------------
 
 def name_adapters(args) -> dict:
@@ -454,28 +418,32 @@ def name_adapters(args) -> dict:
         if not equals:
             name, folder = "-".join(Path(text).resolve().parts[-2:]), text           # out/tabom/epoch-5: tabom-epoch-5
         if name in adapters:
-            stop(f"--adapter {text}: {name} is there already; give each a name of its own, NAME=DIR")
+            stop(f"--adapter {text}: the name {name} is taken; give each adapter its own, NAME=DIR")
         lora.read(folder)                                # a wrong folder is noticed before hours of measuring
         adapters[name] = folder
     return adapters
 
 
-def measure(model, name, args, config, tok, prompts, held_out, pair, out: Path) -> dict:
+def measure(model, name, args, config, tok, prompts, held_out, pair, rank) -> dict:
     """All that was asked for, of one adapter or the base."""
     result = {"accuracy": {}, "swap": {}}
+    out = Path(args.out)
     for domain, items in prompts.items():
-        for k in args.parallel or [args.tokens_per_step]:
+        for k in args.parallel or [args.tokens_per_step or 1]:
             own = Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0})
             s = make_settings(own, config, tok.end_ids)
-            key = f"{domain}/{k or 1}"
+            key = f"{domain}/{k}"
             records = decode_items(model, tok, config, items, s, args, f"{name} {key}")
-            accuracy = result["accuracy"][key] = score(records)
-            print(f"{name} {key} per step: {100 * accuracy['share']:.1f} % of {len(records)}", flush=True)
-            if args.keep:
-                lines = [json.dumps(record) + "\n" for record in records]
-                write_whole(out / f"{name}-{domain}-{k or 1}.jsonl", "".join(lines).encode())
+            result["accuracy"][key] = accuracy(records)
             if args.swap and name != "base":
                 result["swap"][key] = swap(model, tok, config, items, s, args, f"{name} {key} swap")
+            if rank > 0:
+                continue
+            share = result["accuracy"][key]["share"]
+            print(f"{name} {key} per step: {100 * share:.1f} % of {len(records)}", flush=True)
+            if args.keep:
+                lines = [json.dumps(record) + "\n" for record in records]
+                write_whole(out / f"{name}-{domain}-{k}.jsonl", "".join(lines).encode())
             # TDS and the map are of the first file, decoded at the first speed
             if args.tds and len(result["accuracy"]) == 1:
                 trajs = to_trajectories(records[:args.tds], config, tok)
@@ -495,17 +463,15 @@ def measure(model, name, args, config, tok, prompts, held_out, pair, out: Path) 
 def main():
     args = parse_args()
     out = Path(args.out)
-    if args.curves:
-        draw_curves(args.curves, out)
-    if not args.model:
-        return
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
         init_process_group("gloo", minutes=24 * 60)      # ranks wait while rank 0 scores
     out.mkdir(parents=True, exist_ok=True)
 
     # what was measured before stays, if it was measured in the same way
-    not_settings = ("adapter", "out", "pictures", "curves", "keep", "no_base")
+    if not args.tasks:
+        args.length = args.length or 256
+    not_settings = ("adapter", "out", "pictures", "keep", "no_base")
     settings = {key: value for key, value in vars(args).items() if key not in not_settings}
     about = {"settings": settings, **about_run()}
     adapters, results = name_adapters(args), {}
@@ -520,7 +486,6 @@ def main():
         return run_benchmarks(args, adapters, out, about)
 
     # prompts and trajectories
-    args.length = args.length or 256
     config = read_config(args.model)
     tok = load_tokenizer(config)
     prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
@@ -536,7 +501,7 @@ def main():
     for name, folder in adapters.items():
         if folder:
             lora.load(model, folder)
-        measured = measure(model, name, args, config, tok, prompts, held_out, pair, out)
+        measured = measure(model, name, args, config, tok, prompts, held_out, pair, rank)
         results[name] = {**about, "name": name, "adapter": folder, **measured}
         if rank == 0:
             write_whole(out / f"{name}.json", json.dumps(results[name], indent=1).encode())
@@ -545,10 +510,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["lm_eval"]:
-        sys.argv.pop(1)
-        new_harness()
-        from lm_eval.__main__ import cli_evaluate
-        cli_evaluate()
-    else:
-        main()
+    main()

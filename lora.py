@@ -24,7 +24,7 @@ from util import new_parser, read_json, stop, write_whole
 
 
 class LoRALinear(nn.Linear):
-    """y = W x + b + (alpha / r) B A x. W and b are the base's and frozen; A and B learn, in fp32 whatever W's type."""
+    """y = W x + b + (alpha / r) B A x. W and b are the base's, frozen; A and B train in fp32, whatever W's dtype."""
     def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
@@ -42,22 +42,14 @@ class LoRALinear(nn.Linear):
         return y + self.alpha / self.r * F.linear(low, self.lora_B.to(x.dtype))
 
 
+def find(model, kind) -> dict[str, str]:
+    """{the hub's module path: our module name} of all modules of a kind."""
+    return {hub_name(name, model.config.family): name for name, m in model.named_modules() if isinstance(m, kind)}
+
+
 def layers(model) -> dict[str, LoRALinear]:
-    """{the hub's module path: layer}"""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            found[hub_name(name, model.config.family)] = module
-    return found
-
-
-def linears(model) -> dict[str, str]:
-    """{the hub's module path: our module name} of every linear layer."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[hub_name(name, model.config.family)] = name
-    return found
+    """{the hub's module path: layer} of the adapter."""
+    return {path: model.get_submodule(name) for path, name in find(model, LoRALinear).items()}
 
 
 def replace(model, name: str, module: nn.Module):
@@ -67,7 +59,7 @@ def replace(model, name: str, module: nn.Module):
 
 def add(model, targets, r: int, alpha: float, seed: int = 0) -> dict[str, nn.Parameter]:
     """Puts an adapter on every linear layer whose last name is in targets; the rest is frozen. Returns parameters()."""
-    paths = linears(model)
+    paths = find(model, nn.Linear)
     known = {path.rpartition(".")[2] for path in paths}
     for target in targets:
         if target not in known:
@@ -123,28 +115,30 @@ def read(folder):
     if config.get("peft_type") != "LORA":
         stop(f"{config_path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are read")
     # each of these changes the formula above: loading the matrices alone would be silently wrong
-    plain = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
+    unset = [None, False, [], {}]
+    allowed = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
     for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
-                "lora_bias", "alora_invocation_tokens", *plain):
-        if config.get(key) and config[key] not in plain.get(key, []):
-            stop(f"{config_path}: {key} is {config[key]!r}, which is not built; train the adapter without it")
+                "lora_bias", "alora_invocation_tokens", "bias", "init_lora_weights"):
+        if config.get(key) not in unset + allowed.get(key, []):
+            stop(f"{config_path}: {key} is {config[key]!r}, which is not supported; train the adapter without it")
     matrices = {}
     for key, value in load_file(Path(folder) / "adapter_model.safetensors").items():
         path, _, kind = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B"):
-            stop(f"{folder}: holds {key}, which is not built; train the adapter with lora_A and lora_B only")
+            stop(f"{folder}: holds {key}, which is not supported; train the adapter with lora_A and lora_B only")
         matrices.setdefault(path, {})[kind] = value.float()
     return matrices, config["r"], config["lora_alpha"]
 
 
 def load(model, folder):
-    """Puts a saved adapter on the model, in place of one that may be there."""
+    """Puts a saved adapter on the model, replacing one that is already there."""
     matrices, r, alpha = read(folder)
-    for path, layer in layers(model).items():
+    for name in find(model, LoRALinear).values():
+        layer = model.get_submodule(name)
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = layer.weight, layer.bias
-        replace(model, linears(model)[path], plain)
-    paths = linears(model)
+        replace(model, name, plain)
+    paths = find(model, nn.Linear)
     for path, matrix in matrices.items():
         if path not in paths:
             stop(f"{folder}: holds {path}, which {model.config.name} does not have; use the adapter's own base model")
@@ -170,7 +164,7 @@ def merge_checkpoint(name: str, adapter: str, out: str):
     if config.tied and config.family["names"]["head"] in matrices:
         stop(f"{adapter}: is on the head, whose weight is the embedding's here: merging would change both")
 
-    # into a folder that gets its name at the end
+    # write to OUT.part, rename when complete
     part = Path(f"{out}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

@@ -22,7 +22,7 @@ from util import read_json, stop
 # -----------------------------------------------------------------------------
 # All that differs between the families.
 # config:    our name -> the key in config.json
-# require:   what else config.json must say, because nothing else is built
+# require:   what else config.json must say, because nothing else is implemented
 # names:     our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know
 # shift:     hidden state i - 1 predicts token i
 # rope_fp32: rotate in fp32 instead of the type of the activations
@@ -154,10 +154,10 @@ class Model(nn.Module):
         T = ids.shape[1]
         # RoPE counts real tokens only
         first = (~attend).sum(1, keepdim=True)                                               # (B, 1)  first real token
-        place = (torch.arange(T, device=ids.device) - first).clamp(min=0)                    # (B, T)
+        index = (torch.arange(T, device=ids.device) - first).clamp(min=0)                    # (B, T)
         D = c.head_dim or c.width // c.heads
         freq = 1.0 / c.theta ** (torch.arange(0, D, 2, device=ids.device).float() / D)       # (D / 2,)
-        angle = (place[:, None, :, None] * freq).repeat(1, 1, 1, 2)                          # (B, 1, T, D)
+        angle = (index[:, None, :, None] * freq).repeat(1, 1, 1, 2)                          # (B, 1, T, D)
         x = self.embed(ids)                                                                  # (B, T, C)
         dtype = torch.float32 if c.family["rope_fp32"] else x.dtype
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -170,7 +170,7 @@ class Model(nn.Module):
                 x = block(x, cos, sin, mask)
         # the head is the largest matrix: it sees only the positions asked for
         if c.family["shift"]:
-            pos = torch.maximum(pos - 1, first)                                              # the first token: its own
+            pos = torch.maximum(pos - 1, first)                                              # the first: its own state
         x = x.gather(1, pos[..., None].expand(-1, -1, x.shape[-1]))                          # (B, W, C)
         return self.head(self.norm(x))
 
@@ -198,10 +198,10 @@ def read_config(name: str) -> Config:
         stop(f"{path}: model_type {raw.get('model_type')!r} is not one of {', '.join(FAMILIES)}; a new family is one "
              f"entry of FAMILIES in model.py")
     family = FAMILIES[raw["model_type"]]
-    # an architecture that differs in what we do not build would load and be silently wrong
+    # an architecture that differs elsewhere would load and be silently wrong
     for key, value in family["require"].items():
         if raw.get(key, value) != value:
-            stop(f"{path}: {key} is {raw[key]!r}, only {value!r} is built; use a checkpoint of that kind")
+            stop(f"{path}: {key} is {raw[key]!r}, only {value!r} is implemented; use a checkpoint of that kind")
     # the rest under our names
     fields = {}
     for ours, theirs in family["config"].items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# TABOM from start to end. Costs are of 2 CPU cores unless a GPU is named.
+# TABOM from start to end. Costs are for 2 CPU cores unless a GPU is named.
 #   ./run.sh                the whole method on the embedded toy: about 6 minutes
 #   ./run.sh test           the tests: about 4 minutes
 #   ./run.sh bench          speed and memory as ratios: about 30 minutes
@@ -35,52 +35,62 @@ run() {                         # says what it runs; with DRY_RUN=1 only that
 
 # ---------------------------------------------------------------- the toy
 
-toy() {
-    local d=$OUT/toy base=study/base rate
-    # two processes with one thread each are faster than one with two; a GPU would round otherwise
-    export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+# Two processes with one thread each are faster than one with two. A GPU rounds differently, so it is hidden.
 
-    # prompts, and the base model's own answers to them (1 minute)
-    run "$PYTHON" toy.py --out "$d" --test 300
-    run "$PYTHON" -m torch.distributed.run --nproc_per_node 2 decode.py --model $base --prompts "$d/train.jsonl" \
-        --length 34 --batch-size 64 --out "$d/traj.jsonl"
+train() {                       # train NAME FLAGS: one adapter in $d/NAME, 15 s
+    run "$PYTHON" tabom.py --model study/base --out "$d/$1" --resume --window 4 --batch-size 32 --warmup 20 \
+        --max-steps 200 --log-every 100 "${@:2}"
+}
 
-    # six ways to post-train it, at two learning rates (2 minutes)
-    for rate in 3e-4 1e-3; do
-        echo "sft-gt@$rate  --lr $rate --method sft --data $d/gt.jsonl --length 34"
-        echo "sft-sd@$rate  --lr $rate --method sft --data $d/traj.jsonl"
-        echo "dinfer@$rate  --lr $rate --method dinfer --data $d/traj.jsonl"
-        echo "t3d@$rate     --lr $rate --method t3d --data $d/traj.jsonl"
-        echo "ce-only@$rate --lr $rate --lam 0 --data $d/traj.jsonl"
-        echo "tabom@$rate   --lr $rate --data $d/traj.jsonl"
-    done | xargs -P 2 -L 1 bash -ec '"$PYTHON" tabom.py --model '$base' --out "'"$d"'/$0" --resume --window 4 \
-        --batch-size 32 --warmup 20 --max-steps 200 --log-every 100 "$@" | sed -u "s/^/$0: /"'
-
-    # accuracy at 1, 2 and 4 tokens per step in math, what was forgotten of logic, and the order swap (3 minutes)
-    {
-        echo "test-math --parallel 1 2 4 --out $d/math"
-        echo "test-logic --out $d/logic"
-        for rate in 3e-4 1e-3; do
-            echo "test-math --parallel 1 2 4 --out $d/math --no-base --adapter" $(adapters "$d/*@$rate")
-        done
-        echo "test-logic --out $d/logic --no-base --adapter" $(adapters "$d/*@*")
-        echo "test-math --parallel 2 4 --swap --tds 32 --pictures --out $d/swap --adapter" $(adapters "$d/ce-only@1e-3 $d/tabom@1e-3")
-    } | xargs -P 2 -L 1 bash -ec '"$PYTHON" eval.py --model '$base' --length 34 --batch-size 64 --prompts '"$d"'/$0.jsonl "$@"'
-    run "$PYTHON" eval.py --curves "$d"/*@1e-3/log.jsonl --out "$d/curves"
-    run "$PYTHON" study/report.py demo "$d"
+measure() {                     # measure DOMAIN FLAGS: accuracy on test prompts, 30 s per adapter
+    run "$PYTHON" eval.py --model study/base --length 34 --batch-size 64 --prompts "$d/test-$1.jsonl" "${@:2}"
 }
 
 adapters() {                    # NAME=FOLDER of the last epoch of these runs
-    local run
-    for run in $1; do
-        echo "$(basename "$run")=$(ls -d "$run"/epoch-* | sort -V | tail -n 1)"
+    local folder
+    for folder in "$@"; do
+        echo "$(basename "$folder")=$(ls -d "$folder"/epoch-* | sort -V | tail -n 1)"
     done
+}
+
+toy() {
+    d=$OUT/toy
+    export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+
+    # prompts, and the base model's own answers to them (1 minute); two ranks write them in no fixed order
+    run "$PYTHON" toy.py --out "$d" --test 250
+    run "$PYTHON" -m torch.distributed.run --nproc_per_node 2 decode.py --model study/base --prompts "$d/train.jsonl" \
+        --length 34 --batch-size 64 --out "$d/traj.jsonl"
+    sort -o "$d/traj.jsonl" "$d/traj.jsonl"
+
+    # six ways to post-train it, at two learning rates (2 minutes)
+    for rate in 3e-4 1e-3; do
+        train sft-gt@$rate --lr $rate --method sft --data "$d/gt.jsonl" --length 34 & other=$!
+        train sft-sd@$rate --lr $rate --method sft --data "$d/traj.jsonl"
+        wait $other
+        train dinfer@$rate --lr $rate --method dinfer --data "$d/traj.jsonl" & other=$!
+        train t3d@$rate --lr $rate --method t3d --data "$d/traj.jsonl"
+        wait $other
+        train ce-only@$rate --lr $rate --lam 0 --data "$d/traj.jsonl" & other=$!
+        train tabom@$rate --lr $rate --data "$d/traj.jsonl"
+        wait $other
+    done
+
+    # math at 1, 2 and 4 tokens per step, what was forgotten of logic, and the order swap (3 minutes)
+    measure math --parallel 1 2 4 --out "$d/math" --adapter $(adapters "$d"/*@3e-4) & other=$!
+    measure math --parallel 1 2 4 --out "$d/math" --no-base --adapter $(adapters "$d"/*@1e-3)
+    wait $other
+    measure logic --out "$d/logic" --adapter $(adapters "$d"/*@*) & other=$!
+    measure math --parallel 2 4 --swap --out "$d/swap" --no-base --adapter $(adapters "$d/ce-only@1e-3" "$d/tabom@1e-3")
+    wait $other
+    measure math --limit 32 --tds 32 --pictures --out "$d/pictures"
+    run "$PYTHON" study/report.py demo "$d"
 }
 
 # ---------------------------------------------------------------- the paper's experiments
 
 paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
-    local model prompts limit lr lam gamma tasks d=$OUT/$1-$2 method folder=epoch-5
+    local model prompts limit lr lam gamma d=$OUT/$1-$2 folder=epoch-5
     case $1-$2 in               # the authors' recipes
         dream-math) lr=2e-5 lam=1 gamma=0.1 ;;
         dream-code) lr=1e-4 lam=2 gamma=0.1 ;;
@@ -101,8 +111,8 @@ paper() {                       # paper dream|llada math|code: from the data set
     local adapters="sft-gt=$d/sft-gt/$folder sft-sd=$d/sft-sd/$folder dinfer=$d/dinfer/$folder t3d=$d/t3d/$folder tabom=$d/tabom/$folder"
     run $torchrun eval.py --model $model --adapter $adapters --tasks gsm8k_cot,minerva_math500,ifeval --out "$d/results"
     run $torchrun eval.py --model $model --adapter $adapters --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-per-step"
-    run $torchrun eval.py --model $model --adapter $adapters --prompts gsm8k --limit 256 --tds 64 --pictures --out "$d/tds"
-    # these two run what the model wrote, inside the harness, so they want your consent: RUN_UNSAFE_CODE=1
+    run $torchrun eval.py --model $model --adapter $adapters --prompts gsm8k-test --limit 256 --tds 64 --pictures --out "$d/tds"
+    # these two run what the model wrote, inside the harness, so they need your consent: RUN_UNSAFE_CODE=1
     if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
         run env HF_ALLOW_CODE_EVAL=1 $torchrun eval.py --model $model --adapter $adapters \
             --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"

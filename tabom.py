@@ -51,7 +51,7 @@ def parse_args(argv=None):
                         help="train on unfinished and wrong responses too")
     parser.add_argument("--limit", type=int, default=0, help="only the first records of --data")
     parser.add_argument("--length", type=int, default=256,
-                        help="of reference answers (sft): filled up with EOS")
+                        help="tokens per reference answer (sft), padded with EOS")
     # objective
     parser.add_argument("--method", choices=["tabom", "sft", "dinfer", "t3d"], default="tabom")
     parser.add_argument("--window", type=int, default=32,
@@ -75,14 +75,14 @@ def parse_args(argv=None):
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0 = off")
     parser.add_argument("--epochs", type=int, default=5, help="one window per trajectory per epoch")
     parser.add_argument("--max-steps", type=int, default=0,
-                        help="stop here instead; the cosine ends here too")
+                        help="train this many steps instead of --epochs; the cosine reaches 0 there")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per device and forward")
     parser.add_argument("--grad-accum", type=int, default=1, help="forwards per optimiser step")
     parser.add_argument("--seed", type=int, default=0,
-                        help="of the adapter, the order of samples and the cuts")
+                        help="seeds the adapter, the sample order and the cuts")
     # system
     parser.add_argument("--dtype", choices=["bf16", "fp32"],
-                        help="of the base (default: bf16 on CUDA, else fp32)")
+                        help="dtype of the base model (default: bf16 on CUDA, else fp32)")
     parser.add_argument("--grad-checkpoint", action="store_true",
                         help="recompute blocks: less memory, a third slower")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -122,8 +122,10 @@ def sample_view(traj, args, rng):
         i, j = np.sort(rng.choice(times, 2, replace=False))
         return decoded & (traj.step < i), traj.order[(steps >= i) & (steps < j)]
 
-    # tabom and t3d: a uniform cut among the steps that leave a full window; global windows leave at least one pair
-    W = 1 if args.method == "t3d" else args.window or 2
+    # tabom and t3d: a uniform cut among the steps that leave a full window
+    W = args.window or 2                                   # --window 0: at least one pair
+    if args.method == "t3d":
+        W = 1
     W = min(W, len(steps))                                 # a short trajectory is one window; the authors drop it
     cuts = np.unique(steps[:len(steps) - W + 1])
     cut = rng.choice(cuts)
@@ -222,7 +224,8 @@ def t3d_loss(logp, ref_logp, x0, valid, a=0.5, b=0.1, c=0.2):
     x1 = ref_logp.argmax(-1)                                                # (B, W)  the base's own choice
     good = (logp - ref_logp).gather(-1, x0[..., None])[..., 0]              # (B, W)  log p(x) - log p_ref(x)
     bad  = (logp - ref_logp).gather(-1, x1[..., None])[..., 0]              # (B, W)
-    good, bad = (good * valid).sum(1) / n, (bad * valid).sum(1) / n         # (B,)
+    good = (good * valid).sum(1) / n                                        # (B,)
+    bad  = (bad * valid).sum(1) / n                                         # (B,)
     # path: the mean cross-entropy of the first s tokens in decoding order, mean over s
     ce = -logp.gather(-1, x0[..., None])[..., 0] * valid                    # (B, W)
     first = torch.arange(1, valid.shape[1] + 1, device=valid.device)        # (W,)  s
@@ -240,9 +243,9 @@ def get_lr(step, args, total_steps):
     return args.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 # -----------------------------------------------------------------------------
-# resume: weights, moments, step and settings are one file, replaced in one go
+# resume: weights, moments, step and settings are in one file, which is replaced atomically
 
-# flags that a run may continue with at another value; the global batch must stay
+# flags that may differ when a run is resumed; the global batch must stay the same
 MAY_CHANGE = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint")
 
 def save_resume(path, params, optimizer, step, settings):
@@ -260,7 +263,7 @@ def load_resume(path, params, optimizer, settings):
         saved = json.loads(f.metadata()["settings"])
         for key, now in settings.items():
             if saved.get(key) != now:
-                stop(f"{path}: is of a run with {key} {saved.get(key)!r}, now it is {now!r}; give another --out")
+                stop(f"{path}: the run there has {key} {saved.get(key)!r}, now it is {now!r}; give another --out")
         step = int(f.metadata()["step"])
         for name, p in params.items():
             p.data.copy_(f.get_tensor(name))
@@ -293,8 +296,9 @@ def main():
     params = lora.add(model, args.lora_targets, args.lora_r, args.lora_alpha, args.seed)
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
     lam = args.lam if args.method == "tabom" else 0.0
+    logged = ["loss", "ce", "rank", "in_order"] if lam > 0 else ["loss", "ce"]
 
-    # resume. All randomness is of (seed, epoch, sample), so a run that continues equals one that was never stopped
+    # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one
     out = Path(args.out)
     log_path = out / "log.jsonl"
     resume_path = out / "resume.safetensors"
@@ -307,7 +311,7 @@ def main():
     if resume_path.exists():
         start_step = load_resume(resume_path, params, optimizer, settings)
     if world_size > 1:
-        dist.barrier()                                     # everybody has looked at --out before rank 0 writes there
+        dist.barrier()                                     # all ranks have read --out before rank 0 writes there
 
     # the log: settings first, then one line per step; lines of steps that will be repeated are dropped
     if rank == 0:
@@ -334,7 +338,7 @@ def main():
             group["lr"] = lr
 
         # forward and backward, one micro-batch at a time; gradients add up
-        sums = {name: torch.zeros((), device=device) for name in ("loss", "ce", "rank", "in_order")}
+        sums = {name: torch.zeros((), device=device) for name in logged}
         for j in range(0, len(mine), args.batch_size):
             views = []
             for n in mine[j:j + args.batch_size]:
@@ -383,8 +387,8 @@ def main():
             with open(log_path, "a") as f:
                 f.write(json.dumps(row) + "\n")
         if rank == 0 and (done % args.log_every == 0 or done == total_steps):
-            print(f"step {done}/{total_steps} | loss {row['loss']:.3f} | ce {row['ce']:.3f} | rank {row['rank']:.3f} | "
-                  f"in_order {row['in_order']:.2f} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
+            values = " | ".join(f"{name} {row[name]:.3f}" for name in logged)
+            print(f"step {done}/{total_steps} | {values} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
                   f"{row['tokens_per_s']:,.0f} tok/s | {row['memory_gb']:.1f} GB", flush=True)
 
         # save

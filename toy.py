@@ -1,8 +1,8 @@
 """
-The embedded toy: two domains whose answers can be checked, and a small base model for them.
+The toy: two domains whose answers can be checked, and a small base model for them.
 
 $ python toy.py --out out/toy                           # prompts for the committed base model, study/base
-$ python toy.py --pretrain --seed 3 --out out/base3     # another base model from nothing: 8 minutes on one core
+$ python toy.py --pretrain --seed 3 --out out/base3     # another base model from nothing: about 10 minutes on one core
 
 math     38a+3swap====  ->  then a+3 gives 68; 86 comes from swap; ####86
          two registers a and b, a chain of maps modulo 10 (~x = 9 - x), each written in one of three forms
@@ -10,10 +10,11 @@ logic    rs4312==       ->  do r get 2134; use s see 1234; ####1234
          one or two of reverse, sort, increment, turn on four digits, each in one of two forms
 
 math is what we post-train on, logic is watched for forgetting. The form words are easy and the results are hard, so a
-decoder that settles results too early is wrong. The reference answers for SFT-GT use the third, rarer form only. Every
+decoder that decodes results too early is wrong. The reference answers for SFT-GT use the third, rarer form only. Every
 prompt belongs to one split by a hash of its text, so no two splits can share one.
 """
 import json
+import math
 import time
 import zlib
 from pathlib import Path
@@ -43,17 +44,11 @@ CONFIG = {"model_type": "llada", "d_model": 96, "n_layers": 4, "n_heads": 4, "n_
 # the two domains; a task is (prompt tokens, response tokens, answer)
 
 def apply_map(name, a, b):
-    if name == "swap":
-        return b, a
-    if name == "a+b":
-        return (a + b) % 10, b
-    if name == "b+a":
-        return a, (a + b) % 10
-    if name == "a-b":
-        return (a - b) % 10, b
-    x = a if name[0] == "a" else b
-    x = {"+1": x + 1, "+3": x + 3, "*3": 3 * x, "~": 9 - x}[name[1:]] % 10
-    return (x, b) if name[0] == "a" else (a, x)
+    results = {"a+1": (a + 1, b), "a+3": (a + 3, b), "a*3": (3 * a, b), "a~": (9 - a, b),
+               "b+1": (a, b + 1), "b+3": (a, b + 3), "b*3": (a, 3 * b), "b~": (a, 9 - b),
+               "swap": (b, a), "a+b": (a + b, b), "b+a": (a, a + b), "a-b": (a - b, b)}
+    a, b = results[name]
+    return a % 10, b % 10
 
 
 def math_clause(form, name, a, b):
@@ -147,16 +142,16 @@ def write_prompts(out: Path, seed: int, train: int, test: int):
 # -----------------------------------------------------------------------------
 # pretraining, in three phases. Binary maps are the hard part: mixed in evenly, some seeds never learn them
 
+BOTH = dict(lr=1.8e-3, math=44, logic=44, canvas=LENGTH, power=1, digit_weight=1.0, tasks=60000,
+            grammar=dict(chain=(2, 5)))
 PHASES = [
     # two maps and no final answer to copy from, most of them binary, results count four times: until 80 % are right
     dict(steps=1600, until=0.8, lr=3e-3, math=96, logic=0, canvas=12, power=1.5, digit_weight=4.0,
          tasks=5000, grammar=dict(chain=(2, 2), hard=0.75)),
     # both domains as they are, until 65 % of the binary maps are right again
-    dict(steps=1200, until=0.65, lr=1.8e-3, math=44, logic=44, canvas=LENGTH, power=1, digit_weight=1.0,
-         tasks=60000, grammar=dict(chain=(2, 5))),
+    dict(BOTH, steps=1200, until=0.65),
     # the same while the learning rate falls to 0
-    dict(steps=900, until=2, lr=1.8e-3, math=44, logic=44, canvas=LENGTH, power=1, digit_weight=1.0,
-         tasks=60000, grammar=dict(chain=(2, 5))),
+    dict(BOTH, steps=900, until=math.inf),
 ]
 
 

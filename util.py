@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +24,8 @@ def new_parser(doc: str) -> argparse.ArgumentParser:
 
 class Bar:
     """Progress of rank 0 on stderr: one line that is rewritten on a terminal, elsewhere a line every 10 seconds."""
-    def __init__(self, total: int, name: str, done: int = 0):
-        self.total, self.name, self.first = total, name, done
+    def __init__(self, total: int, name: str):
+        self.total, self.name = total, name
         self.start = self.last = time.time()
         self.terminal = sys.stderr.isatty()
         self.visible = os.environ.get("RANK", "0") == "0"
@@ -35,7 +36,7 @@ class Bar:
         if not self.visible or (done < self.total and now - self.last < wait):
             return
         self.last = now
-        left = int((now - self.start) / max(done - self.first, 1) * (self.total - done))
+        left = int((now - self.start) / max(done, 1) * (self.total - done))
         line = f"{self.name} {done}/{self.total} | {note} | {left // 60}m{left % 60:02d}s left"
         if self.terminal:
             end = "\n" if done >= self.total else ""
@@ -45,7 +46,7 @@ class Bar:
 
 
 def write_whole(path, content: bytes):
-    """The file appears in one go: a process that is killed leaves the old one or the new one, never half of it."""
+    """Replaces the file atomically: a process that is killed leaves the old one or the new one, never half of it."""
     part = Path(f"{path}.part")
     part.write_bytes(content)
     os.replace(part, path)
@@ -112,10 +113,12 @@ def about_run() -> dict:
     import platform
 
     import torch
-    command = ["git", "describe", "--always", "--dirty"]
-    git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    commit = ""
+    if shutil.which("git"):
+        command = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     device = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    return {"commit": git.stdout.strip() or "none", "torch": torch.__version__, "python": platform.python_version(),
+    return {"commit": commit or "none", "torch": torch.__version__, "python": platform.python_version(),
             "device": device}

@@ -43,9 +43,9 @@ def demo(folder: Path):
             cells.append(" / ".join(found))
         print(f"{METHODS[label]:8} {cells[0]:>22} {cells[1]:>23} {cells[2]:>23}")
     print("""
-Cross-entropy on the model's own answers spoils the decoding order: in the base's order its tokens are as good as before.
+Cross-entropy on the model's own answers spoils the decoding order: in the base's order its tokens are as good as ever.
 Ranking (TABOM) limits that damage, most visibly at several tokens per step and at the larger rate.""")
-    print(f"\nPictures: {folder}/swap/map-base.png (one decoding), {folder}/curves/*.png; trajectories: {folder}/traj.jsonl")
+    print(f"\nPictures: {folder}/pictures/map-base.png (one decoding) and tds.png; trajectories: {folder}/traj.jsonl")
 
 
 if __name__ == "__main__":
