@@ -303,7 +303,7 @@ def main():
     log_path = out / "log.jsonl"
     resume_path = out / "resume.safetensors"
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0    # by torchrun, after a rank has died
-    if log_path.exists() and not args.resume and not restarted:
+    if (log_path.exists() or resume_path.exists()) and not args.resume and not restarted:
         stop(f"--out {out}: holds a run already; continue it with --resume, or give another --out")
     settings = vars(args) | {"model": config.name, "records": len(trajs), "global_batch": global_batch}
     settings = {key: value for key, value in settings.items() if key not in MAY_CHANGE}

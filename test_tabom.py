@@ -9,14 +9,12 @@ Checkpoints are tiny, random and made on the fly (`tiny`). B: batch, T: tokens, 
 import argparse
 import contextlib
 import dataclasses
-import fcntl
-import importlib.util
+import functools
 import json
 import math
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import runpy
 import shutil
@@ -25,15 +23,12 @@ import socket
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import data
@@ -42,6 +37,7 @@ import eval as evaluate
 import lora
 import model as models
 import tabom
+import toy
 import util
 
 HERE = Path(__file__).parent
@@ -189,9 +185,87 @@ def write_lines(path: Path, rows) -> str:
     return str(path)
 
 
-def one_thread() -> dict:
-    """The environment of a child process."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def edit_json(path: Path, **fields):
+    """Sets the fields; those given as ... are deleted."""
+    new = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in new.items() if v is not ...}))
+
+
+@functools.cache
+def tokenizer(folder: str):
+    return models.load_tokenizer(models.read_config(folder))
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """command(decode, "--length 8 ..."): a script's main in this process."""
+    def call(module, flags):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *flags.split()])
+        module.main()
+    return call
+
+
+CHILD = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}       # the environment of a child process
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+Fork = multiprocessing.get_context("fork").Process       # a child that has all imports already
+
+
+def run_ranks(count: int, job):
+    """job() in that many processes, with the environment that torchrun gives."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(count))
+
+    def start(rank):
+        os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+        job()
+    children = [Fork(target=start, args=(rank,)) for rank in range(count)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * count
+
+
+QV = ["q_proj", "v_proj"]
+
+
+def adapted(folder, targets=QV, r=4, alpha=6.0, seed=0, dtype=torch.float32, scale=0.3):
+    """A model with an adapter that does something: at first B is 0."""
+    net, g = load(folder, dtype), torch.Generator().manual_seed(seed)
+    for name, p in lora.add(net, targets, r, alpha, seed).items():
+        if "lora_B" in name:
+            p.data.copy_(torch.randn(p.shape, generator=g) * scale)
+    return net
+
+
+def full(net, ids, attend=None):
+    """Logits at every position, (B, T, V)."""
+    ids = torch.as_tensor(ids)
+    attend = torch.ones_like(ids, dtype=torch.bool) if attend is None else attend
+    return net(ids, attend, torch.arange(ids.shape[1]).expand_as(ids))
+
+
+def plain_logits(net, prompt, canvas):
+    """(N, V) in float64 of one response: alone, no padding, all its positions from left to right."""
+    ids = torch.tensor([[*prompt, *canvas]])
+    with torch.no_grad():
+        return full(net, ids)[0, len(prompt):].double()
+
+
+def plain_entropy(p) -> float:
+    return -sum(q * math.log(q) for q in p if q > 0)
+
+
+def plain_stats(z, x) -> tuple[float, float]:
+    """Cross-entropy of token x and the entropy, of one row of logits."""
+    top = max(z)
+    total = sum(math.exp(v - top) for v in z)
+    return -(z[x] - top - math.log(total)), plain_entropy([math.exp(v - top) / total for v in z])
 
 
 # -----------------------------------------------------------------------------
@@ -207,13 +281,6 @@ def test_a_mistake_is_one_line_that_names_the_rank(capsys, monkeypatch):
 # -----------------------------------------------------------------------------
 # model.py
 
-def full(net, ids, attend=None):
-    """Logits at every position, (B, T, V)."""
-    ids = torch.as_tensor(ids)
-    attend = torch.ones_like(ids, dtype=torch.bool) if attend is None else attend
-    return net(ids, attend, torch.arange(ids.shape[1]).expand_as(ids))
-
-
 class PlainLLaDA(torch.nn.Module):
     """LLaDA under the hub's module names, written out: one row, one head at a time, RoPE with complex numbers."""
     def __init__(self):
@@ -224,8 +291,8 @@ class PlainLLaDA(torch.nn.Module):
                 if not hasattr(module, part):
                     module.add_module(part, torch.nn.Module())
                 module = getattr(module, part)
-            leaf = torch.nn.RMSNorm(shape) if len(shape) == 1 else torch.nn.Linear(shape[1], shape[0], bias=False)
-            module.add_module(last, leaf)
+            norm, linear = torch.nn.RMSNorm(shape, eps=1e-5), torch.nn.Linear(shape[-1], shape[0], bias=False)
+            module.add_module(last, norm if len(shape) == 1 else linear)
 
     def forward(self, row):
         net, D = self.model.transformer, WIDTH // HEADS
@@ -237,20 +304,16 @@ class PlainLLaDA(torch.nn.Module):
             y = torch.complex(x[:, :D // 2], x[:, D // 2:]) * turn
             return torch.cat([y.real, y.imag], 1)
 
-        def norm(x, module):
-            return module.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
         for block in net.blocks.children():
-            h, heads = norm(x, block.attn_norm), []
+            h, heads = block.attn_norm(x), []
             for j in range(HEADS):
                 q, k, v = (m(h)[:, j * D:(j + 1) * D] for m in (block.q_proj, block.k_proj, block.v_proj))
                 weight = torch.exp(rope(q) @ rope(k).T / math.sqrt(D))
                 heads.append(weight / weight.sum(1, keepdim=True) @ v)
             x = x + block.attn_out(torch.cat(heads, 1))
-            h = norm(x, block.ff_norm)
-            gate = block.ff_proj(h)
-            x = x + block.ff_out(gate / (1 + torch.exp(-gate)) * block.up_proj(h))
-        return net.ff_out(norm(x, net.ln_f))
+            h = block.ff_norm(x)
+            x = x + block.ff_out(torch.nn.functional.silu(block.ff_proj(h)) * block.up_proj(h))
+        return net.ff_out(net.ln_f(x))
 
 
 def reference(family, folder):
@@ -276,61 +339,13 @@ def reference_logits(net, row):
 @both
 def test_logits_equal_the_models_own_bidirectional_code_alone_and_left_padded(family, folders, nets):
     theirs, (ids, attend, alone) = reference(family, folders[family]).double(), ragged(family)
-    padded = full(nets[family], ids, attend)
+    pos = torch.tensor([[11, 5, 7, 5], [9, 11, 10, 10], [0, 11, 1, 6]])      # any order, also twice
+    padded, some = full(nets[family], ids, attend), nets[family](ids, attend, pos)
     for b, row in enumerate(alone):
         want = reference_logits(theirs, row).float()
         torch.testing.assert_close(full(nets[family], [row])[0], want, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(padded[b, -len(row):], want, atol=1e-4, rtol=1e-4)
-
-
-@both
-def test_logits_come_only_at_the_positions_asked_for_and_in_that_order(family, nets):
-    net, seen, (ids, attend, _) = nets[family], [], ragged(family)
-    pos = torch.tensor([[11, 5, 7, 5], [9, 11, 10, 10], [0, 11, 1, 6]])      # any order, also twice
-    hook = net.head.register_forward_hook(lambda module, x, y: seen.append(tuple(x[0].shape)))
-    some = net(ids, attend, pos)
-    hook.remove()
-    assert seen == [(3, 4, WIDTH)]                       # the head is computed for nothing else
-    want = full(net, ids, attend)
-    for b in range(3):
-        torch.testing.assert_close(some[b], want[b, pos[b]], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rmsnorm_equals_the_models_own_bit_for_bit(dtype):
-    g = torch.Generator().manual_seed(0)
-    x, norm = torch.randn(50, 257, generator=g).to(dtype) * 3, models.RMSNorm(257, 1e-6).to(dtype)
-    norm.weight.data.copy_(torch.randn(257, generator=g))
-    x32 = x.float()                                      # as LLaDA and Qwen2 write it
-    want = norm.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-    assert norm(x).dtype == dtype and torch.equal(norm(x), want)
-
-
-@both
-def test_sharded_checkpoint_equals_single(family, nets, tmp_path):
-    many, one = load(tiny(family, tmp_path / "sharded", files=3)), nets[family].state_dict()
-    assert {models.hub_name(name, many.config.family) for name in one} == hub_shapes(family).keys()
-    assert all(torch.equal(v, one[k]) for k, v in many.state_dict().items())
-    assert not many.training and not any(p.requires_grad for p in many.parameters())
-
-
-def edit_json(path: Path, **fields):
-    """Sets the fields; those given as ... are deleted."""
-    new = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({k: v for k, v in new.items() if v is not ...}))
-
-
-@both
-def test_tied_head_is_the_embedding_with_and_without_the_head_in_the_file(family, tmp_path):
-    folder = Path(tiny(family, tmp_path / "tied"))
-    embed, head, tied = {"llada": ("model.transformer.wte", "model.transformer.ff_out", "weight_tying"),
-                         "Dream": ("model.embed_tokens", "lm_head", "tie_word_embeddings")}[family]
-    edit_json(folder / "config.json", **{tied: True})
-    w = load_file(folder / "model.safetensors")
-    for _ in range(2):
-        net = load(folder)
-        assert net.head.weight is net.embed.weight and torch.equal(net.head.weight, w[f"{embed}.weight"])
-        save_file({k: v for k, v in w.items() if k != f"{head}.weight"}, folder / "model.safetensors")
+        torch.testing.assert_close(some[b], padded[b, pos[b]], atol=1e-5, rtol=1e-5)
 
 
 @both
@@ -348,8 +363,6 @@ def test_loading_is_strict(family, tmp_path):
 @pytest.mark.parametrize("family, fields, words", [
     ("llada", dict(model_type="gpt2"), ["'gpt2'", "llada, Dream"]),
     ("llada", dict(rope_theta=...), ["rope_theta is missing"]),
-    ("Dream", dict(num_key_value_heads=...), ["num_key_value_heads is missing"]),
-    ("llada", dict(block_type="sequential"), ["block_type is 'sequential'", "'llama'"]),
     ("Dream", dict(use_sliding_window=True), ["use_sliding_window is True", "False"]),
 ])
 def test_a_model_that_is_not_built_is_refused_in_one_line(family, fields, words, tmp_path, refused):
@@ -359,7 +372,7 @@ def test_a_model_that_is_not_built_is_refused_in_one_line(family, fields, words,
         models.read_config(str(config.parent))
 
 
-def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, tmp_path, refused, monkeypatch):
+def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, refused, monkeypatch):
     import huggingface_hub
     asked = []
 
@@ -371,11 +384,8 @@ def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, tm
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     models.load_model(models.read_config("org/good"))
     assert asked == [["*.json", "*.txt", "*.jinja"], ["*.safetensors"]]
-    for name in ("org/bad", str(tmp_path / "nowhere")):
-        with refused(name, "neither a folder nor a hub model", "ConnectionError: offline"):
-            models.read_config(name)
-    with refused(tmp_path / "config.json", "cannot be read"):
-        models.read_config(str(tmp_path))
+    with refused("org/bad", "neither a folder nor a hub model", "ConnectionError: offline"):
+        models.read_config("org/bad")
 
 
 @both
@@ -427,17 +437,7 @@ def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
 # -----------------------------------------------------------------------------
 # lora.py
 
-QV = ["q_proj", "v_proj"]
 TARGETS = {"llada": [*QV, "attn_out"], "Dream": [*QV, "down_proj"]}
-
-
-def adapted(folder, targets=QV, r=4, alpha=6.0, seed=0, dtype=torch.float32):
-    """A model with an adapter that does something: at first B is 0."""
-    net, g = load(folder, dtype), torch.Generator().manual_seed(seed)
-    for name, p in lora.add(net, targets, r, alpha, seed).items():
-        if "lora_B" in name:
-            p.data.copy_(torch.randn(p.shape, generator=g) * 0.3)
-    return net
 
 
 @both
@@ -450,9 +450,6 @@ def test_lora_is_on_the_named_layers_only_the_identity_at_first_and_disabled_the
     paths = [path.format(n, p) for n in range(LAYERS) for p in "qv"]
     assert sorted(params) == sorted(f"base_model.model.{p}.lora_{m}.weight" for p in paths for m in "AB")
     assert {id(p) for p in net.parameters() if p.requires_grad} == {id(p) for p in params.values()}
-    for name, p in params.items():                       # peft's start: A uniform within 1 / sqrt(width), B zero
-        bound = 0 if "lora_B" in name else WIDTH ** -0.5
-        assert 0.9 * bound <= p.abs().max() <= bound, name
     assert torch.equal(full(net, [[1, 2, 3]]), base)
     net = adapted(folders[family])
     with pytest.raises(KeyError), lora.disabled(net):
@@ -489,9 +486,7 @@ def test_real_peft_loads_ours_and_we_load_real_pefts(family, folders, nets, tmp_
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", [dict(use_dora=True), dict(use_rslora=True), dict(rank_pattern={"q_proj": 2}),
-                                    dict(alpha_pattern={"q_proj": 2}), dict(modules_to_save=["lm_head"]),
-                                    dict(lora_bias=True), dict(bias="lora_only"), dict(init_lora_weights="pissa"),
-                                    dict(alora_invocation_tokens=[1])], ids=lambda option: next(iter(option)))
+                                    dict(modules_to_save=["lm_head"])], ids=lambda option: next(iter(option)))
 def test_an_adapter_of_another_formula_is_refused(option, folders, tmp_path, refused):
     peft_adapter(reference("Dream", folders["Dream"]), tmp_path / "a", target_modules=QV, **option)
     with refused(tmp_path / "a" / "adapter_config.json", *option):
@@ -509,19 +504,15 @@ def test_a_second_adapter_replaces_the_first(family, folders, tmp_path, refused)
         assert torch.equal(full(net, ids, attend), full(nets[name], ids, attend))
     with refused(tmp_path / "a", ".0.", "own base model"):
         lora.load(load(folders["Dream" if family == "llada" else "llada"]), tmp_path / "a")
-    with refused(tmp_path / "none" / "adapter_config.json", "cannot be read"):
-        lora.load(net, tmp_path / "none")
 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_checkpoint_is_the_adapter_in_the_hubs_layout(family, dtype, tmp_path, monkeypatch, refused):
     base, merged = Path(tiny(family, tmp_path / "base", files=2, dtype=dtype)), tmp_path / "merged"
-    (base / "modeling_x.py").write_text("raise SystemExit('never imported')")
     (base / "pytorch_model.bin").write_bytes(b"x")
     lora.save(adapted(base, alpha=16.0, dtype=dtype), tmp_path / "a", str(base))
     adapter = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    assert all(v.dtype == torch.float32 for v in adapter.values())           # whatever the type of the base
     monkeypatch.setattr(sys, "argv", f"lora.py --model {base} --adapter {tmp_path / 'a'} --out {merged}/".split())
     runpy.run_path(str(HERE / "lora.py"), run_name="__main__")
     assert {f.name for f in merged.iterdir()} == {f.name for f in base.iterdir()} - {"pytorch_model.bin"}
@@ -532,10 +523,6 @@ def test_merged_checkpoint_is_the_adapter_in_the_hubs_layout(family, dtype, tmp_
             A, B = (adapter.get("base_model.model." + key.replace("weight", f"lora_{m}.weight")) for m in "AB")
             want = want if A is None else (want.float() + 4.0 * B @ A).to(dtype)
             torch.testing.assert_close(new[key], want, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-    if dtype == torch.float32:                           # types only for bf16: its matrix products die on some CPUs
-        net, (ids, attend, _) = load(base), ragged(family)
-        lora.load(net, tmp_path / "a")
-        torch.testing.assert_close(full(load(merged), ids, attend), full(net, ids, attend), atol=1e-4, rtol=1e-4)
     with refused(merged, "exists already"):
         runpy.run_path(str(HERE / "lora.py"), run_name="__main__")
 
@@ -568,23 +555,6 @@ def test_each_prompt_form_is_read_from_jsonl_and_parquet(row, want, tmp_path):
         assert {k: item[k] for k in expected} == expected
 
 
-@pytest.mark.parametrize("name, hub_id, config, kind, row", [
-    ("Ling-Coder-SFT", "inclusionAI/Ling-Coder-SFT", None, "code", dict(messages=TURNS[1:3])),
-    ("horseee/MixChain-Z-PRM12K", "horseee/MixChain-Z-PRM12K", None, "math", dict(question="u", target="a")),
-    ("gsm8k", "openai/gsm8k", "main", "math", dict(question="u", answer="#### 1")),
-])
-def test_the_papers_data_sets_are_read_by_name(name, hub_id, config, kind, row, monkeypatch, refused):
-    import datasets
-    calls = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: calls.append((*a, k)) or [row, row, row])
-    items = data.read_prompts(name, limit=2)
-    assert calls == [(hub_id, config, dict(split="train", streaming=True))]
-    assert [(item["id"], item["kind"], item["prompt"]) for item in items] == [(0, kind, "u"), (1, kind, "u")]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused(name, "pip install datasets"):
-        data.read_prompts(name)
-
-
 def test_bom_crlf_blank_lines_and_missing_ids_are_no_mistake(tmp_path):
     text = '\ufeff{"prompt": "a"}\r\n\r\n \n{"prompt": "\u00e9\u2028", "id": 0}\r\n{"prompt": "c", "id": null}'
     (tmp_path / "p.jsonl").write_bytes(text.encode())
@@ -594,17 +564,12 @@ def test_bom_crlf_blank_lines_and_missing_ids_are_no_mistake(tmp_path):
 
 
 @pytest.mark.parametrize("content, line, words", [
-    ('\n', "", "is empty"), ('["a"]', ":1", "not a JSON object"),
-    ('{"prompt": "a"}\n{"prompt": "b\n{"prompt": "c"}', ":2", "is not JSON"),        # a torn line in the middle
-    ('{"promt": "a"}', ":1", "has no prompt"), ('{"prompt": " "}', ":1", "has no prompt"),
+    ('\n', "", "is empty"), ('["a"]', ":1", "not a JSON object"), ('{"promt": "a"}', ":1", "has no prompt"),
     ('{"prompt": 3}', ":1", "prompt is 3"), ('{"prompt": "a", "answer": [1]}', ":1", "answer is [1]"),
     ('{"messages": [{"role": "user"}]}', ":1", "not a role and its content"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', ":1", "has no prompt"),
     ('{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": "1"}', ":3", "id '1' appears twice"),
-    ('{"prompt": "a", "answer": "2"}\n{"prompt": "b", "answer": "\\\\frac{2}{4}"}', ":2", "pip install math-verify"),
 ])
-def test_a_prompt_that_cannot_be_read_is_named_with_file_and_line(content, line, words, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)      # no math-verify
+def test_a_prompt_that_cannot_be_read_is_named_with_file_and_line(content, line, words, tmp_path, refused):
     path = tmp_path / "p.jsonl"
     with refused(path, "no such file", "gsm8k"):
         data.read_prompts(str(path))
@@ -613,25 +578,18 @@ def test_a_prompt_that_cannot_be_read_is_named_with_file_and_line(content, line,
         data.read_prompts(str(path))
 
 
-@both
-def test_prompts_go_through_the_chat_template_or_raw(family, folders):
-    tok, item = models.load_tokenizer(models.read_config(folders[family])), data.read_item("here", dict(prompt="1+2"))
-    assert tok.decode(data.prompt_ids(tok, item)) == "[user]1+2[assistant]"
-    assert tok.decode(data.prompt_ids(tok, item, raw=True)) == "1+2"
-
-
 # -----------------------------------------------------------------------------
 # data.py: trajectory records
 
-@pytest.fixture(scope="module")
-def read_trajs(folders):
-    """read_trajs(path, "--all"): the trajectories as tabom.py reads them for the tiny LLaDA."""
-    config = models.read_config(folders["llada"])
-    tok = models.load_tokenizer(config)
+def training_args(flags="") -> argparse.Namespace:
+    return tabom.parse_args(["--data", "-", *flags.split()])
 
-    def read(path, flags=""):
-        return data.load_trajectories(tabom.parse_args(["--data", str(path), *flags.split()]), config, tok)
-    return read
+
+def read_trajs(folder, source, flags="") -> list[data.Trajectory]:
+    """The trajectories as tabom.py reads them with these flags."""
+    args = training_args(flags)
+    args.data = str(source)
+    return data.load_trajectories(args, models.read_config(folder), tokenizer(folder))
 
 
 def good_record(**fields) -> dict:
@@ -643,43 +601,47 @@ def good_record(**fields) -> dict:
                 model=dict(name="m", mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])) | fields
 
 
-def test_records_ours_the_authors_and_reference_answers_are_read(folders, read_trajs, tmp_path, capsys, refused):
-    eos, tok = ids_of("llada").eos, models.load_tokenizer(models.read_config(folders["llada"]))
+def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_path, capsys, refused):
+    folder, eos = folders["llada"], ids_of("llada").eos
     theirs = dict(question="1+2", gen_text="3", response_token_ids=[4, eos], decoding_order=[0, 1], method="entropy")
-    a, b = read_trajs(write_lines(tmp_path / "t.jsonl", [good_record(), theirs]))
+    a, b = read_trajs(folder, write_lines(tmp_path / "t.jsonl", [good_record(), theirs]))
     assert (a.id, a.prompt.tolist(), a.step.tolist()) == (0, [1, 2], [1, 0, 0, -1])
     assert a.entropy.tolist() == [0.5, 0.2, 0.1, 0]
     assert a.response.tolist() == good_record()["response_token_ids"] and a.order.tolist() == [2, 1, 0]
-    assert (tok.decode(b.prompt), b.response.tolist(), b.order.tolist()) == ("[user]1+2[assistant]", [4, eos], [0, 1])
+    assert tokenizer(folder).decode(b.prompt) == "[user]1+2[assistant]"
+    assert (b.response.tolist(), b.order.tolist()) == ([4, eos], [0, 1])
     out = capsys.readouterr().out
     assert "2 records" in out and "was decoded by m" in out                  # a warning: another model is trained
     # sft takes reference answers: the answer, end of turn, EOS up to --length
     truth = write_lines(tmp_path / "gt.jsonl", [dict(prompt="1+2", output="3"), dict(prompt="1+2", output="3" * 9)])
-    traj, = read_trajs(truth, "--method sft --length 5")
-    assert tok.decode(traj.response) == "3<|eot_id|>" + 3 * "<|endoftext|>" and traj.step.tolist() == [0] * 5
+    traj, = read_trajs(folder, truth, "--method sft --length 5")
+    assert tokenizer(folder).decode(traj.response) == "3<|eot_id|>" + 3 * "<|endoftext|>"
+    assert traj.step.tolist() == [0] * 5
     with refused(f"{truth}:1: has no decoding_order", "--method sft"):
-        read_trajs(truth)
+        read_trajs(folder, truth)
 
 
-def test_unfinished_and_wrong_records_are_left_out_unless_all(read_trajs, tmp_path, capsys, refused):
-    i = ids_of("llada")
+def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path, capsys, refused):
+    folder, i, left_out = folders["llada"], ids_of("llada"), "1 unfinished, 1 judged wrong, 1 shorter than 2 tokens"
     unfinished = good_record(id=1, response_token_ids=[3, i.mask, i.eos, i.mask], decoding_order=[1, -1, 0, -1])
-    path = write_lines(tmp_path / "t.jsonl", [unfinished, good_record(correct=False)])
-    assert [traj.id for traj in read_trajs(path, "--all")] == [1, 0]
-    with refused(path, "1 unfinished, 1 judged wrong", "--all"):
-        read_trajs(path)
-    tail = good_record(response_token_ids=[3, i.eos, i.eos, i.eos], decoding_order=[3, 2, 1, 0], response=CHARS[3])
-    path = write_lines(tmp_path / "tail.jsonl", [tail])
-    assert [read_trajs(path, flags)[0].order.tolist() for flags in ("", "--tail drop")] == [[3, 2, 1, 0], [1, 0]]
+    short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0.1])
+    rows = [unfinished, good_record(correct=False), short]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    with refused(path, left_out, "--all"):
+        read_trajs(folder, path)
+    assert [traj.id for traj in read_trajs(folder, path, "--all")] == [1, 0]
+    write_lines(tmp_path / "t.jsonl", [*rows, good_record(id=3, correct=True)])
+    assert [traj.id for traj in read_trajs(folder, path)] == [3]
+    assert f"{path}: 1 records, left out: {left_out}\n" in capsys.readouterr().out
 
 
-def test_records_of_others_are_read_kindly(read_trajs, tmp_path):
+def test_records_of_others_are_read_kindly(folders, tmp_path):
     rows = [good_record(), good_record(method="margin"),                     # two decoders answered one prompt
             {k: v for k, v in good_record().items() if k not in ("id", "model", "decode", "entropy", "confidence")},
             good_record(id=2, correct="yes", confidence="high", decode=[1], answer={"a": 1}, prompt=7, extra=None),
             good_record(id="x", model="Dream", response=["ab"])]
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(r).encode() for r in rows))
-    trajs = read_trajs(tmp_path / "t.jsonl")
+    trajs = read_trajs(folders["llada"], tmp_path / "t.jsonl")
     assert [t.id for t in trajs] == [0, 0, 2, 2, "x"] and all(t.step.tolist() == [1, 0, 0, -1] for t in trajs)
 
 
@@ -694,95 +656,21 @@ def test_records_of_others_are_read_kindly(read_trajs, tmp_path):
     (dict(prompt_token_ids=[1, "2"]), "holds '2'", "decode.py"),
     (dict(prompt_token_ids=[1] * 509), "509 + 4 tokens", "delete the line"),
     (dict(entropy=[0.5, 0.2, 0.1]), "entropy is [0.5, 0.2, 0.1]", "decode.py"),
+    (dict(entropy=[0.5, 0.2, math.nan, None]), "entropy holds NaN", "decode.py"),
     (dict(model=dict(name="other", mask_id=7, vocab_size=10)), "decoded by other (mask 7, vocabulary 10)", "--model"),
-    (dict(response_token_ids=..., decoding_order=[3, 2, 1, 0]), "response_token_ids", "decode.py"),
     (dict(response="ba"), "its tokens read 'ab'", "--model"),                # another tokenizer
-    (dict(id="0"), "id '0' appears twice", "id of its own"),
 ])
-def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, remedy, read_trajs, tmp_path, refused):
-    record = {k: v for k, v in (good_record(id=1) | fields).items() if v is not ...}
-    path = write_lines(tmp_path / "t.jsonl", [good_record(), record])
+def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, remedy, folders, tmp_path, refused):
+    path = write_lines(tmp_path / "t.jsonl", [good_record(), good_record(id=1) | fields])
     with refused(f"{path}:2: ", value, remedy):
-        read_trajs(path, "--length 4")
+        read_trajs(folders["llada"], path, "--length 4")
 
 
-SLOTS = [(field, None) for field in good_record()]
-SLOTS += [(field, key) for field, x in good_record().items() if isinstance(x, dict) for key in x]
-SLOTS += [(field, n) for field, x in good_record().items() if isinstance(x, list) for n in range(len(x) + 1)]
-ODD = [..., None, True, 0, 1, -1, -2, 4, 46, 99, 0.5, 1e999, math.nan, 10 ** 30, "", "ab", "x\ny",
-       [], [1], ["a"], {}, {"a": 1}]                     # ... deletes
-
-
-def changed(x, key, value):
-    """A copy of a list or dict with one entry replaced, added or deleted."""
-    if isinstance(x, list):
-        return x[:key] + [value][:value is not ...] + x[key + 1:]
-    return {k: v for k, v in (x | {key: value}).items() if v is not ...}
-
-
-def check_changed(read_trajs, path, changes):
-    """Never a traceback, never silently wrong: the record is refused in one line, or read as what it says."""
-    r, i, lines = good_record(), ids_of("llada"), []
-    for (field, key), value in changes:
-        if key is not None and type(r.get(field)) is type(good_record()[field]):
-            value = changed(r[field], key, value)
-        r = changed(r, field, value)
-    write_lines(path, [r])
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "stop", lambda text: lines.append(text) or sys.exit(2))
-        try:
-            traj, = read_trajs(path, "--length 4")
-        except SystemExit:
-            assert len(lines) == 1 and "\n" not in lines[0] and lines[0].startswith(f"{path}:") and ";" in lines[0]
-            return
-    ids, step = r["response_token_ids"], r["decoding_order"]
-    h = [x or 0.0 for x in r.get("entropy") or [0.0] * len(ids)]
-    assert traj.response.tolist() == ids and traj.step.tolist() == step and traj.entropy.tolist() == h
-    assert all(type(t) is int and 0 <= t < i.vocab for t in ids + traj.prompt.tolist())
-    assert all(type(s) is int and -1 <= s < len(ids) for s in step)
-    assert [t == i.mask for t in ids] == [s < 0 for s in step]
-    assert traj.order.tolist() == sorted((n for n, s in enumerate(step) if s >= 0), key=lambda n: (step[n], h[n], n))
-
-
-@pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: "-".join(str(x) for x in slot if x is not None))
-def test_a_record_with_one_odd_value_is_refused_in_one_line_or_sound(slot, read_trajs, tmp_path):
-    for value in ODD:
-        check_changed(read_trajs, tmp_path / "t.jsonl", [(slot, value)])
-
-
-@hypothesis.settings(max_examples=300, deadline=None, derandomize=True,
-                     suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(st.lists(st.tuples(st.sampled_from(SLOTS), st.sampled_from(ODD) | st.floats() | st.text(max_size=3)),
-                           min_size=2, max_size=3))
-def test_a_record_with_several_odd_values_is_refused_in_one_line_or_sound(read_trajs, tmp_path_factory, changes):
-    check_changed(read_trajs, tmp_path_factory.getbasetemp() / "t.jsonl", changes)
-
-
-def test_total_order_breaks_ties_by_entropy_then_position():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        step, entropy = rng.integers(-1, 4, 12), rng.integers(0, 3, 12) / 2
-        want = sorted((s, h, i) for i, (s, h) in enumerate(zip(step, entropy, strict=True)) if s >= 0)
-        assert data.total_order(step, entropy).tolist() == [i for _, _, i in want]
-
-
-def test_first_end_needs_everything_before_it():
-    assert data.first_end([3, 9, 9], [0, 1, -1], [9]) == 1
-    assert data.first_end([3, 9, 9], [-1, 1, 2], [9]) is None
-    assert data.first_end([3, 4, 5], [0, 1, 2], [9]) is None
-    assert data.first_end([8, 9], [0, 1], [9, 8]) == 0
-
-
-def test_data_py_says_what_a_file_holds_or_names_the_first_mistake(tmp_path, monkeypatch, capsys, refused):
-    rows = [good_record(answer="3", correct=True), good_record(id=1, correct=False), dict(prompt="p", answer=3)]
-    path = write_lines(tmp_path / "t.jsonl", rows)
-    monkeypatch.setattr(sys, "argv", ["data.py", path])
-    runpy.run_path(str(HERE / "data.py"), run_name="__main__")
-    counts = "3 rows, 2 trajectories, 2 with a gold answer, 1 judged right, 1 judged wrong"
-    assert capsys.readouterr().out == f"{path}: {counts}\n"
-    write_lines(tmp_path / "t.jsonl", [*rows, dict(promt="p")])
-    with refused(f"{path}:4: has no prompt"):
-        runpy.run_path(str(HERE / "data.py"), run_name="__main__")
+def test_a_torn_line_in_the_middle_is_named(folders, tmp_path, refused):
+    whole, path = json.dumps(good_record()), tmp_path / "t.jsonl"
+    path.write_text(f"{whole}\n{whole[:90]}\n{whole}\n")
+    with refused(f"{path}:2: is not JSON", "delete the line"):
+        read_trajs(folders["llada"], path)
 
 
 # -----------------------------------------------------------------------------
@@ -790,14 +678,13 @@ def test_data_py_says_what_a_file_holds_or_names_the_first_mistake(tmp_path, mon
 
 @pytest.mark.parametrize("text, answer, verdict", [
     ("first \\boxed{3}, no: \\boxed{4}", "4", True), ("\\boxed{3} as above #### 4", "3", True),    # the box comes first
-    ("\\boxed{\\frac{1}{2}}", "0.5", True), ("\\boxed{\\dfrac{3}{6}}", "\\frac12", True),
-    ("\\boxed{\\frac12}", "\\frac{1}{3}", False), ("\\boxed{\\sqrt{4}}", "2", True), ("\\boxed{x^2+1}", "1+x^2", True),
+    ("\\boxed{\\dfrac{3}{6}}", "\\frac12", True), ("\\boxed{\\frac12}", "\\frac{1}{3}", False),
+    ("\\boxed{x^2+1}", "1+x^2", True), ("\\boxed{7", "7", True),     # never closed: the last number counts
     ("3 + 4 = 7\n#### 7", "7", True), ("#### 1,234", "1234", True), ("#### $18.00", "18", True),
-    ("The answer is 3.5.", "3.5", True), ("the Answer is: 12\nthanks", "12", True), ("The answer is 12.", "13", False),
+    ("The answer is 3.5.", "3.5", True), ("The answer is 12.", "13", False),
     ("so we have 3 and then 42", "42", True), ("it costs -7 in the end", "-7", True), ("no number", "7", False),
-    ("\\boxed{7", "7", True),                            # never closed: the last number counts
-    ("def f(x):\n    return x", None, True), ("```python\nx = 1\n```", None, True), ("```\nx = (\n```", None, False),
-    ("Sure:\n```python\ndef f(:\n```", None, False), ("def f(:", None, False), ("", None, False),
+    ("def f(x):\n    return x", None, True), ("```python\nx = 1\n```", None, True), ("def f(:", None, False),
+    ("Sure:\n```python\ndef f(:\n```", None, False), ("", None, False),
     ("```javascript\nlet x\n```", None, None),           # nothing that we can parse
 ])
 def test_verifier_finds_the_final_answer_and_parses_code(text, answer, verdict):
@@ -823,12 +710,12 @@ def test_no_source_file_of_ours_reads_pickles_or_runs_text():
             assert word not in file.read_text(), f"{file.name} has {word}"
 
 
-# ---------------------------------------------------------------- decode.py: against the native decoders
+# -----------------------------------------------------------------------------
+# decode.py: against the native decoders
 
 def settings(folder: str, flags: str = "", **more) -> decode.Settings:
-    config = models.read_config(folder)
     args = decode.parse_args(["--model", folder, "--prompts", "none", *flags.split()])
-    s = decode.make_settings(args, config, models.load_tokenizer(config).end_ids)
+    s = decode.make_settings(args, models.read_config(folder), tokenizer(folder).end_ids)
     return dataclasses.replace(s, **more)
 
 
@@ -841,24 +728,13 @@ def prompts_of(family: str) -> list[list[int]]:
     return ragged(family, (9, 4, 15, 6, 11), seed=3)[2]
 
 
-def entropy_of(p) -> float:
-    p = p[p > 0]
-    return -float((p * p.log()).sum())
-
-
-def last_logits(net, ids: list[int], n: int):
-    """(n, V) in float64: the last n positions of one sequence."""
-    x = torch.tensor([ids])
-    return net(x, torch.ones_like(x, dtype=torch.bool), torch.arange(len(ids) - n, len(ids))[None])[0].double()
-
-
 def native_llada(net, prompt, mask_id, length, steps, block):
     """LLaDA's published loop at temperature 0, one prompt. The mask token is never a candidate."""
     canvas, order, step = [mask_id] * length, [-1] * length, 0
     per_block = steps // (length // block)
     for start in range(0, length, block):
         for i in range(per_block):
-            logits = last_logits(net, prompt + canvas, length)               # (N, V)
+            logits = plain_logits(net, prompt, canvas)                       # (N, V)
             p = logits.softmax(-1)
             logits[:, mask_id] = -math.inf
             token = logits.argmax(-1).tolist()
@@ -875,12 +751,12 @@ def native_dream(net, prompt, mask_id, length, steps, top_p):
     canvas, order = [mask_id] * length, [-1] * length
     t = torch.linspace(1, 1e-3, steps + 1)
     for i in range(steps):
-        logits = last_logits(net, prompt + canvas, length)
+        logits = plain_logits(net, prompt, canvas)
         left, score = [j for j in range(length) if order[j] < 0], {}
         for j in left:
             p = logits[j].softmax(-1).sort(descending=True).values
             kept = p[p.cumsum(0) - p <= top_p]           # the nucleus, with the token that crosses top_p
-            score[j] = (entropy_of(kept / kept.sum()), entropy_of(p), j)
+            score[j] = (plain_entropy((kept / kept.sum()).tolist()), plain_entropy(p.tolist()), j)
         count = int(len(left) * (1 - t[i + 1] / t[i])) if i < steps - 1 else len(left)
         logits[:, mask_id] = -math.inf
         for j in sorted(left, key=score.get)[:count]:
@@ -897,9 +773,8 @@ def greedy(**flags) -> str:
 
 @pytest.mark.parametrize("family, flags", [
     ("llada", dict(length=24, steps=24, block=24)), ("llada", dict(length=24, steps=10, block=12)),
-    ("llada", dict(length=24, steps=12, block=8)), ("llada", dict(length=20, steps=20, block=4)),
-    ("Dream", dict(length=20, steps=20, top_p=1.0)), ("Dream", dict(length=24, steps=10, top_p=1.0)),
-    ("Dream", dict(length=24, steps=1, top_p=1.0)), ("Dream", dict(length=20, steps=20, top_p=0.5))])
+    ("llada", dict(length=20, steps=20, block=4)), ("Dream", dict(length=20, steps=20, top_p=1.0)),
+    ("Dream", dict(length=24, steps=10, top_p=1.0)), ("Dream", dict(length=20, steps=20, top_p=0.5))])
 def test_tokens_and_steps_equal_the_native_decoders(family, flags, folders, nets):
     s = settings(folders[family], greedy(**flags), end_ids=[])
     want = [NATIVE[family](nets[family], prompt, s.mask_id, **flags) for prompt in prompts_of(family)]
@@ -925,7 +800,8 @@ def test_stopping_at_eos_keeps_the_native_text(family, folders, nets):
     assert stopped
 
 
-# ---------------------------------------------------------------- decode.py: scores, schedules, draws
+# -----------------------------------------------------------------------------
+# decode.py: scores, schedules, draws
 
 class Table(torch.nn.Module):
     """A model whose logits depend on the response position alone: every order can be worked out by hand."""
@@ -949,7 +825,7 @@ def by_hand(table, score: str) -> list[float]:
     values = []
     for p in table.double().softmax(-1):
         first, second = p.topk(2).values.tolist()
-        values.append(dict(entropy=entropy_of(p), confidence=-first, margin=second - first)[score])
+        values.append(dict(entropy=plain_entropy(p.tolist()), confidence=-first, margin=second - first)[score])
     return values
 
 
@@ -968,15 +844,6 @@ def test_each_score_orders_as_by_hand(family, score, folders):
         assert row.step.tolist() == want and row.canvas.tolist() == table.argmax(-1).tolist()
 
 
-def test_random_order_is_a_seeded_permutation(folders):
-    orders = []
-    for seed in (0, 0, 1):
-        s = settings(folders["llada"], f"--length 12 --score random --seed {seed}", end_ids=[])
-        orders.append([row.step.tolist() for row in run(Table(random_table()), [[1], [2, 3]], s)])
-        assert all(sorted(order) == list(range(12)) for order in orders[-1])
-    assert orders[0] == orders[1] != orders[2] and orders[0][0] != orders[0][1]
-
-
 @pytest.mark.parametrize("score", ["confidence", "entropy", "margin"])
 def test_threshold_unmasks_all_that_are_sure_and_else_the_best_one(score, folders):
     table = random_table()
@@ -988,16 +855,13 @@ def test_threshold_unmasks_all_that_are_sure_and_else_the_best_one(score, folder
     assert run(Table(table), [[1, 2]], s)[0].step.tolist() == want and len(rest) == 8
 
 
-@both
 @pytest.mark.parametrize("mode, which", [("logits", 0), ("confidence", 0), ("confidence", 1)])
-def test_suppressed_eos_is_never_chosen_or_comes_last(mode, which, family, folders):
+def test_suppressed_eos_is_never_chosen_or_comes_last(mode, which, folders):
     """LLaDA's two rules. The last position ends the text, by EOS or end of turn, and is the most certain of all."""
-    ends, z = [ids_of(family).eos, ids_of(family).eot], random_table(family)
-    z[::2, ends] = z[::2].amax(-1, keepdim=True) - 0.1   # they have a large share of every second position
+    ends, z, flags = [ids_of("llada").eos, ids_of("llada").eot], random_table(), greedy(length=12, score="confidence")
     z[11, ends[which]] = 40.0
-    flags = greedy(length=12, schedule="even", top_p=1, score="confidence")
-    assert run(Table(z), [[1]], settings(folders[family], flags))[0].step[11] == 0
-    row = run(Table(z), [[1]], settings(folders[family], f"{flags} --suppress-eos {mode}"))[0]
+    assert run(Table(z), [[1]], settings(folders["llada"], flags))[0].step[11] == 0
+    row = run(Table(z), [[1]], settings(folders["llada"], f"{flags} --suppress-eos {mode}"))[0]
     rest = z.clone()
     rest[:, ends[:1] if mode == "logits" else ends] = -math.inf
     assert row.canvas.tolist() == (rest if mode == "logits" else z).argmax(-1).tolist()
@@ -1018,10 +882,6 @@ def test_mask_token_is_never_chosen(family, flags, folders):
 
 def test_nucleus_of_a_large_vocabulary_equals_sorting_it_all(folders):
     s, rng = settings(folders["llada"], "--temperature 0.5 --top-p 0.9"), np.random.default_rng(0)
-    tied = torch.cat([torch.zeros(1, 300), torch.full((1, 300), -50.0)])     # the second has 39 equals at its edge
-    tied[1, :40], tied[1, 7] = 0.0, 1.0
-    alone, beside = decode.filter_logits(tied[1:], s)[0], decode.filter_logits(tied, s)[1]
-    assert torch.equal(alone, beside) and (alone > -math.inf).sum() == 40    # its flat neighbour changes nothing
     for scale in (20, 5, 0.1):                           # all, some and none of the nuclei are in the first 64 tokens
         z = torch.from_numpy(scale * rng.normal(size=(5, 300)))
         for row, got in zip(z / 0.5, decode.filter_logits(z, s), strict=True):
@@ -1043,101 +903,62 @@ def test_every_step_draws_anew_by_temperature_then_top_p_then_top_k(flags, kept,
     row = run(Table(z), [[1]], settings(folders["llada"], f"--length {N} --temperature 0.7 {flags}", end_ids=[]))[0]
     weight = [math.exp(x / 0.7) for x in logits[:kept]] + [0.0] * (6 - kept)         # the third token crosses 0.8
     early, late = np.split(np.argsort(row.step, kind="stable"), 2)
-    for half in (early, late, np.arange(0, N, 2)):
+    for half in (early, late):
         for v in range(6):
             p = weight[v] / sum(weight)
             assert abs((row.canvas[half] == v).mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / (N / 2))
-    full = z[0, :6].softmax(-1)                          # logged: at temperature 1, nothing filtered
-    assert np.allclose(row.entropy, entropy_of(full), atol=1e-5)
-    assert np.allclose(row.confidence, full.numpy()[row.canvas], atol=1e-6)
 
 
 @both
 @pytest.mark.parametrize("flags", [
     "--score confidence --temperature 0.8 --top-p 0.9 --top-k 20", "--score random --temperature 1",
     "--score entropy --temperature 0.5 --tokens-per-step 3", "--score margin --temperature 1 --threshold 0.5"])
-def test_draws_do_not_depend_on_the_batch(family, flags, folders, nets):
+def test_draws_depend_on_the_seed_and_not_on_the_batch(family, flags, folders, nets):
     s, prompts = settings(folders[family], "--length 16 " + flags), prompts_of(family)
     alone = [next(decode.decode(nets[family], [(n, prompt)], s, 4)) for n, prompt in enumerate(prompts)]
-    for batch_size in (2, 5):
-        for row, want in zip(run(nets[family], prompts, s, batch_size), alone, strict=True):
-            assert (row.canvas == want.canvas).all() and (row.step == want.step).all()
-            assert np.abs(row.entropy - want.entropy).max() < 1e-4
-    other = run(nets[family], prompts, dataclasses.replace(s, seed=1), 5)
+    for row, want in zip(run(nets[family], prompts, s, 2), alone, strict=True):
+        assert (row.canvas == want.canvas).all() and (row.step == want.step).all()
+        assert np.abs(row.entropy - want.entropy).max() < 1e-4
+    other = run(nets[family], prompts, dataclasses.replace(s, seed=1), 2)
     assert any((row.canvas != want.canvas).any() for row, want in zip(other, alone, strict=True))
 
 
-def test_finished_rows_leave_and_waiting_prompts_of_similar_length_take_their_place(folders, nets):
-    """The shape of every forward against a queue by hand: sorted by length, no free place while a prompt waits."""
-    s = settings(folders["llada"], "--length 8", end_ids=list(range(0, ids_of("llada").vocab, 6)))
-    prompts, shapes, want = prompts_of("llada"), [], []
-    left = [run(nets["llada"], [prompt], s)[0].steps_done for prompt in prompts]     # steps, each prompt alone
-    assert len(set(left)) > 1
-    waiting, live = sorted(range(5), key=lambda n: -len(prompts[n])), []
-    while waiting or live:
-        live, waiting = live + waiting[:2 - len(live)], waiting[2 - len(live):]
-        want.append((len(live), max(len(prompts[n]) for n in live) + 8))
-        for n in live:
-            left[n] -= 1
-        live = [n for n in live if left[n]]
-    hook = nets["llada"].register_forward_pre_hook(lambda module, x: shapes.append(tuple(x[0].shape)))
-    rows = run(nets["llada"], prompts, s, 2)
-    hook.remove()
-    assert shapes == want and [row.id for row in rows] == list(range(5))
-
-
-# ---------------------------------------------------------------- decode.py: the command line
+# -----------------------------------------------------------------------------
+# decode.py: the command line
 
 TASKS = [dict(id=f"t{n}", prompt=p, answer=a) for n, (p, a) in enumerate(
-    [("1+2", "3"), ("what is 12*12 = ", 144), ("a", None), ("12 - 7 and then some more", "5"), ("b c d", None)])]
-ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(HERE))
+    [("1+2", "3"), ("what is 12*12 = ", 144), ("a", "b"), ("12 - 7 and then some more", "5"), ("b c d", "e")])]
 
 
 @pytest.fixture
-def cli(monkeypatch, folders, tmp_path):
+def cli(command, folders, tmp_path):
     """cli("t.jsonl", "--length 8"): decode.py's main in this process on prompts.jsonl; returns {id: record}."""
     prompts = write_lines(tmp_path / "prompts.jsonl", TASKS)
 
-    def argv(out, flags="", family="llada"):
-        to = ["--out", str(tmp_path / out)] if out else []
-        return [str(HERE / "decode.py"), "--model", folders[family], "--prompts", prompts, *to, *flags.split()]
-
     def call(out, flags="", family="llada"):
-        monkeypatch.setattr(sys, "argv", argv(out, flags, family))
-        decode.main()
-        return read_records(tmp_path / out) if out else None
-    call.argv = argv
+        command(decode, f"--model {folders[family]} --prompts {prompts} --out {tmp_path / out} {flags}")
+        return {row["id"]: row for row in read_lines(tmp_path / out)}
     return call
-
-
-def read_records(path) -> dict:
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: row for row in rows}
-
-
-def sorted_lines(path) -> list[bytes]:
-    return sorted(path.read_bytes().splitlines(keepends=True))
 
 
 @both
 @pytest.mark.parametrize("flags", ["--temperature 0", "--tokens-per-step 3", "--temperature 1 --score random"])
 def test_records_replay(family, flags, cli, folders, nets):
     """From all masks, the record's steps lead to its tokens, and the model at each state gives what was logged."""
-    tok, i = models.load_tokenizer(models.read_config(folders[family])), ids_of(family)
+    tok, i = tokenizer(folders[family]), ids_of(family)
     records = cli("t.jsonl", "--length 16 " + flags, family)
     for task in TASKS:
         r = records.pop(task["id"])
-        assert r["prompt"] == task["prompt"] and r["answer"] == (task["answer"] and str(task["answer"]))
+        assert r["prompt"] == task["prompt"] and r["answer"] == str(task["answer"])
         assert tok.decode(r["prompt_token_ids"]) == f"[user]{task['prompt']}[assistant]"
         assert r["model"] == dict(name=folders[family], mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])
         step, final, canvas = np.array(r["decoding_order"]), r["response_token_ids"], [i.mask] * 16
         for now in range(step.max() + 1):
-            logits = last_logits(nets[family], r["prompt_token_ids"] + canvas, 16)
+            logits = plain_logits(nets[family], r["prompt_token_ids"], canvas)
             p = logits.softmax(-1)
             logits[:, i.mask] = -math.inf
             for j in np.flatnonzero(step == now):
-                assert abs(r["entropy"][j] - entropy_of(p[j])) < 1e-4
+                assert abs(r["entropy"][j] - plain_entropy(p[j].tolist())) < 1e-4
                 assert abs(r["confidence"][j] - float(p[j, final[j]])) < 1e-4
                 assert r["decode"]["temperature"] > 0 or final[j] == logits[j].argmax()
                 canvas[j] = final[j]
@@ -1147,97 +968,39 @@ def test_records_replay(family, flags, cli, folders, nets):
     assert not records
 
 
-def test_a_file_cut_at_any_byte_continues_to_the_same_lines(cli, tmp_path):
+def test_a_file_that_a_kill_cut_at_any_byte_continues_to_the_same_lines(cli, tmp_path):
     write_lines(tmp_path / "prompts.jsonl", [dict(id="u", prompt="1 {\u00e9} 2"), *TASKS])
     flags, path = "--length 12 --temperature 0.7 --batch-size 2", tmp_path / "t.jsonl"
     records = cli("t.jsonl", flags)
     head = {name: records["u"][name] for name in ("model", "decode")}
-    content, refusals = path.read_bytes(), []
-    for cut in range(content.index(b"\n") + 300):        # all of the first line, and into the second
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    for cut in range(len(lines[0]) + 300):               # all of the first line, and into the second
         path.write_bytes(content[:cut])
-        try:
-            done = decode.read_done(str(path), head, [])
-            assert done == set(list(records)[:content[:cut].count(b"\n")])
-            assert path.read_bytes() == content[:content[:cut].rfind(b"\n") + 1]
-        except SystemExit:
-            refusals.append(cut)
-    assert not refusals, f"a file cut at these bytes is refused: {refusals}"
-    for cut in (50, content.index(b"\n") + 1, len(content) - 300, len(content) - 1, len(content)):
+        whole = content[:cut].count(b"\n")
+        assert decode.read_done(str(path), head, []) == set(list(records)[:whole])
+        assert path.read_bytes() == b"".join(lines[:whole])
+    for cut in (50, len(lines[0]), len(content) - 300, len(content) - 1, len(content)):
         path.write_bytes(content[:cut])
         cli("t.jsonl", flags)
-        assert sorted_lines(path) == sorted(content.splitlines(keepends=True))
-
-
-def test_a_killed_process_run_again_equals_whole(cli, tmp_path):
-    """SIGKILL at a random moment."""
-    write_lines(tmp_path / "prompts.jsonl", [dict(id=n, prompt="abc"[:n % 3] + str(n)) for n in range(30)])
-    flags, path = "--length 32 --temperature 0.5 --batch-size 2", tmp_path / "t.jsonl"
-    cli("whole.jsonl", flags)
-    moment = random.randrange(1, 15)                     # in records
-    job = subprocess.Popen([sys.executable, *cli.argv("t.jsonl", flags)], env=ONE_THREAD, stderr=subprocess.DEVNULL,
-                           stdout=subprocess.DEVNULL)
-    while job.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= moment):
-        time.sleep(0.001)
-    job.kill()
-    assert job.wait() == -signal.SIGKILL and path.read_bytes().count(b"\n") < 30
-    cli("t.jsonl", flags)
-    assert sorted_lines(path) == sorted_lines(tmp_path / "whole.jsonl")
+        assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--model {other}", "name"), ("--seed 1", "seed 0, now it is 1"), ("--length 8", "length 12, now it is 8"),
-    ("--raw-prompt", "raw_prompt"), ("--adapter {other}", "adapter None"), ("", "has another prompt")])
-def test_a_file_of_another_run_is_refused_untouched(flags, words, cli, folders, tmp_path, refused):
+    ("--model {other}", "name"), ("--seed 1", "seed 0, now it is 1"), ("--adapter {other}", "adapter None"),
+    ("", "has another prompt")])
+def test_a_file_of_another_run_or_of_something_else_is_refused_untouched(flags, words, cli, folders, tmp_path, refused):
     """Another model, other settings, another prompt under the same id; whether or not the last line is whole."""
     cli("t.jsonl", "--length 12 --limit 2")
     path, before = tmp_path / "t.jsonl", (tmp_path / "t.jsonl").read_bytes()
     other = shutil.copytree(folders["llada"], tmp_path / "other")
     write_lines(tmp_path / "prompts.jsonl", [task | dict(prompt="z" * 9) for task in TASKS])
-    for content in (before, before[:-1], before[:-40]):
+    nothing = "holds no trajectories"
+    for content, why in ((before, words), (before[:-40], words), (b"id,prompt\n1,a\n", nothing), (b"hello", nothing)):
         path.write_bytes(content)
-        with refused(f"{path}:", words, "give another --out"):
+        with refused(path, why, "give another --out"):
             cli("t.jsonl", "--length 12 " + flags.format(other=other))
         assert path.read_bytes() == content
-
-
-LINE = '{"id": "t0", "prompt": "a"}'
-
-
-@pytest.mark.parametrize("text", [
-    LINE, LINE + "\n", LINE + " ", LINE + "\r\n", LINE + "\n" + LINE[:12], "hello", "hello\n", "\n", "{\n}",
-    '{"peft_type": "LORA"}', '[{"id": 1}]', "id,prompt\n1,a\n"])
-def test_out_that_holds_something_else_stays_untouched(text, cli, tmp_path, refused):
-    (tmp_path / "t.jsonl").write_bytes(text.encode())
-    with refused("t.jsonl: exists and holds no trajectories; give another --out"):
-        cli("t.jsonl", "--length 8")
-    assert (tmp_path / "t.jsonl").read_bytes() == text.encode()
-
-
-def test_lines_of_several_writers_stay_whole_for_every_reader(tmp_path):
-    """Ranks append to one file, the first of them slowly, while another that starts late reads what is done."""
-    path, head = str(tmp_path / "t.jsonl"), dict(model=dict(name="m"), decode=dict(seed=0))
-    rest = dict(decoding_order=list(range(2000)), prompt_token_ids=[1], **head)
-
-    def append(writer):
-        for n in range(50):
-            record = dict(id=f"{writer}-{n}", **rest)
-            if writer:
-                decode.append_record(path, record)
-                continue
-            with open(path, "a") as f:
-                fcntl.flock(f, fcntl.LOCK_EX)
-                f.write(json.dumps(record)[:5000])
-                f.flush()
-                time.sleep(0.005)
-                f.write(json.dumps(record)[5000:] + "\n")
-
-    jobs = [multiprocessing.get_context("fork").Process(target=append, args=(writer,)) for writer in range(4)]
-    for job in jobs:
-        job.start()
-    while any(job.is_alive() for job in jobs):
-        decode.read_done(path, head, [])
-    records = read_records(path)
-    assert len(records) == 200 and all(r == dict(id=id, **rest) for id, r in records.items())
 
 
 def test_two_ranks_write_the_records_of_one(cli, tmp_path):
@@ -1245,62 +1008,31 @@ def test_two_ranks_write_the_records_of_one(cli, tmp_path):
     whole = cli("one.jsonl", flags)
     lines = (tmp_path / "one.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "two.jsonl").write_text(lines[2] + lines[4][:30])            # they continue a file that was cut
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                    *cli.argv("two.jsonl", flags + " --batch-size 1")],
-                   env=ONE_THREAD, check=True, capture_output=True, timeout=120)
-    records = read_records(tmp_path / "two.jsonl")
-    assert records.keys() == whole.keys()
-    for id, r in records.items():
+    run_ranks(2, lambda: cli("two.jsonl", flags + " --batch-size 1"))
+    for r in read_lines(tmp_path / "two.jsonl"):
+        want = whole.pop(r["id"])
         for name in ("entropy", "confidence"):           # a batch of another shape rounds differently
-            assert r.pop(name) == pytest.approx(whole[id].pop(name), abs=1e-4)
-        assert r == whole[id]
-
-
-def test_prompts_that_do_not_fit_the_model_are_named(cli, folders, tmp_path, refused):
-    small, path = Path(shutil.copytree(folders["llada"], tmp_path / "small")), tmp_path / "prompts.jsonl"
-    (small / "chat_template.jinja").write_text("{{ messages[0]['content'][3:] }}")
-    (small / "config.json").write_text(json.dumps(config_of("llada") | dict(embedding_size=CHARS.index("z"))))
-    for prompt, words in (("a" * 600, "positions"), ("abcz", f"token {CHARS.index('z')}"), ("abc", "no tokens")):
-        write_lines(path, [dict(prompt="abcdef"), dict(prompt=prompt)])
-        with refused(f"{path}:2: ", words):
-            cli("t.jsonl", f"--length 8 --model {small}")
+            assert r.pop(name) == pytest.approx(want.pop(name), abs=1e-4)
+        assert r == want
+    assert not whole
 
 
 @pytest.mark.parametrize("flags, words", [
     ("--length 10 --block 3", "--length 10 --block 3"), ("--length 8 --steps 9", "--steps 9"),
-    ("--length 8 --block 2 --steps 6", "--steps 6"), ("--length 8 --steps 4 --tokens-per-step 2", "give one"),
-    ("--length 8 --tokens-per-step 9", "--tokens-per-step 9"), ("--schedule dream --block 8", "--schedule dream"),
-    ("--schedule dream --tokens-per-step 2", "--schedule dream"), ("--prompts nowhere.jsonl", "nowhere.jsonl: no such"),
-    ("--schedule dream --threshold 0.5", "--schedule dream"), ("--adapter nowhere", "nowhere/adapter_config.json"),
-    ("", "--show")])
+    ("--length 8 --steps 4 --tokens-per-step 2", "give one"), ("--schedule dream --block 8", "--schedule dream"),
+    ("--length 600", "positions"), ("--adapter nowhere", "nowhere/adapter_config.json")])
 def test_wrong_settings_end_with_one_line(flags, words, cli, tmp_path, refused):
     with refused(words):
-        cli("t.jsonl" if flags else None, flags)         # without flags: neither --out nor --show
+        cli("t.jsonl", flags)
     assert not (tmp_path / "t.jsonl").exists()
 
 
-def test_show_prints_one_decoding_from_pale_to_dark(cli, folders, capsys):
-    flags, tok = "--length 8 --score random ", models.load_tokenizer(models.read_config(folders["llada"]))
-    record = cli("t.jsonl", flags + "--limit 1")["t0"]
-    capsys.readouterr()
-    cli(None, flags + "--show")
-    shown = re.findall(r"\033\[48;5;(\d+);38;5;\d+m(.*?)\033\[0m", capsys.readouterr().out)
-    steps = [step for step in record["decoding_order"] if step >= 0]
-    tokens = [token for token in record["response_token_ids"] if token != ids_of("llada").mask]
-    assert [text for _, text in shown] == [tok.decode([token]) for token in tokens]
-    pale_to_dark = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
-    shades = [pale_to_dark.index(int(shade)) for shade, _ in shown]
-    assert np.argsort(shades).tolist() == np.argsort(steps).tolist()
-
-
 def test_adapter_and_merged_model_decode_alike(cli, folders, tmp_path):
-    net = load(folders["llada"])
-    for p in lora.add(net, ["q_proj", "v_proj"], r=4, alpha=8).values():
-        p.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
-    lora.save(net, tmp_path / "adapter", folders["llada"])
-    lora.merge_checkpoint(folders["llada"], str(tmp_path / "adapter"), str(tmp_path / "merged"))
-    runs = [cli("a.jsonl", f"--length 12 --adapter {tmp_path / 'adapter'}"),
-            cli("b.jsonl", f"--length 12 --model {tmp_path / 'merged'}"), cli("c.jsonl", "--length 12")]
+    adapter, merged = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    lora.save(adapted(folders["llada"]), adapter, folders["llada"])
+    lora.merge_checkpoint(folders["llada"], adapter, merged)
+    runs = [cli("a.jsonl", f"--length 12 --adapter {adapter}"), cli("b.jsonl", f"--length 12 --model {merged}"),
+            cli("c.jsonl", "--length 12")]
     a, b, base = [{id: (r["response_token_ids"], r["decoding_order"]) for id, r in x.items()} for x in runs]
     assert a == b != base
 
@@ -1327,18 +1059,9 @@ def trajectory(id, folder, length, k, end, prompt, undone=0) -> dict:
                 entropy=entropy, model=dict(name=str(folder), mask_id=config.mask_id, vocab_size=config.vocab))
 
 
-def settings_of(flags="") -> argparse.Namespace:
-    return tabom.parse_args(["--data", "-", "--all", *flags.split()])
-
-
-def read_as(args, folder, source) -> list[data.Trajectory]:
-    args.data, config = str(source), models.read_config(folder)
-    return data.load_trajectories(args, config, models.load_tokenizer(config))
-
-
-def read_shapes(folder, args, tmp_path) -> list[data.Trajectory]:
+def read_shapes(folder, tmp_path, flags) -> list[data.Trajectory]:
     rows = [trajectory(n, folder, *shape) for n, shape in enumerate(SHAPES)]
-    return read_as(args, folder, write_lines(tmp_path / "shapes.jsonl", rows))
+    return read_trajs(folder, write_lines(tmp_path / "shapes.jsonl", rows), f"--all {flags}")
 
 
 def views_of(trajs, args, seed=0) -> list[tuple]:
@@ -1360,15 +1083,9 @@ def losses(net, views, args):
 
 
 @pytest.fixture
-def wide(monkeypatch, folders):
-    """wide(family): a model with an adapter that is not the identity, and its base loaded apart, all in float64."""
-    def pair(family="llada"):
-        net, g = load(folders[family]), torch.Generator().manual_seed(0)
-        for name, p in lora.add(net, ["q_proj", "v_proj"], 4, 4).items():
-            p.data = torch.randn(p.shape, generator=g) * 0.3 if "lora_B" in name else p.data
-        return net.double(), load(folders[family]).double()
+def float64(monkeypatch):
+    """Where the product code asks for float32 it gets float64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    return pair
 
 
 def replayed(traj, before) -> list[bool]:
@@ -1380,29 +1097,19 @@ def replayed(traj, before) -> list[bool]:
     return seen
 
 
-def plain_logits(net, traj, seen) -> list[list[float]]:
-    """(N, V) of one state alone: no padding, all positions of the response from left to right."""
+def state_logits(net, traj, seen) -> list[list[float]]:
+    """(N, V) of one state alone."""
     canvas = [t if s else net.config.mask_id for t, s in zip(traj.response.tolist(), seen, strict=True)]
-    ids = torch.tensor([traj.prompt.tolist() + canvas])
-    with torch.no_grad():
-        return net(ids, ids >= 0, torch.arange(len(traj.prompt), ids.shape[1])[None])[0].tolist()
-
-
-def plain_stats(z, x) -> tuple[float, float]:
-    """Cross-entropy of token x and the entropy, of one row of logits."""
-    top = max(z)
-    total = sum(math.exp(v - top) for v in z)
-    p = [math.exp(v - top) / total for v in z]
-    return -(z[x] - top - math.log(total)), -sum(q * math.log(q) for q in p if q > 0)
+    return plain_logits(net, traj.prompt.tolist(), canvas).tolist()
 
 
 def plain_parts(net, base, traj, seen, targets, args) -> dict[str, float]:
     """The losses as their equations are printed: one sample, one token, one pair at a time."""
-    x, rows, W = traj.response.tolist(), plain_logits(net, traj, seen), len(targets)
+    x, rows, W = traj.response.tolist(), state_logits(net, traj, seen), len(targets)
     each = [plain_stats(rows[j], x[j])[0] for j in targets]
     ce = sum(each) / W
     if args.method == "t3d":
-        ref, good, bad, path = plain_logits(base, traj, seen), 0.0, 0.0, 0.0
+        ref, good, bad, path = state_logits(base, traj, seen), 0.0, 0.0, 0.0
         for s, j in enumerate(targets, 1):
             choice = max(range(len(ref[j])), key=lambda v: ref[j][v])
             good += (plain_stats(ref[j], x[j])[0] - each[s - 1]) / W
@@ -1414,7 +1121,7 @@ def plain_parts(net, base, traj, seen, targets, args) -> dict[str, float]:
         return dict(loss=ce, ce=ce)
     h = []
     for j in targets:                                    # exact: each token in the state just before its own step
-        own = rows if args.rank_context == "start" else plain_logits(net, traj, replayed(traj, traj.step[j]))
+        own = rows if args.rank_context == "start" else state_logits(net, traj, replayed(traj, traj.step[j]))
         h.append(plain_stats(own[j], x[j])[1])
     pairs = [(h[r], h[s]) for r in range(W) for s in range(r + 1, W)]
     rank = sum(max(0, early - late + args.gamma) for early, late in pairs) / len(pairs)
@@ -1424,9 +1131,10 @@ def plain_parts(net, base, traj, seen, targets, args) -> dict[str, float]:
 @both
 @pytest.mark.parametrize("tail", ["keep", "drop"])
 @pytest.mark.parametrize("flags", METHODS)
-def test_loss_and_its_logged_parts_equal_plain_loops(family, flags, tail, wide, folders, tmp_path):
-    args, (net, base), first = settings_of(f"{flags} --tail {tail}"), wide(family), 0
-    views = views_of(read_shapes(folders[family], args, tmp_path) * 3, args)
+def test_loss_and_its_logged_parts_equal_plain_loops(family, flags, tail, float64, folders, tmp_path):
+    args, folder, first = training_args(flags), folders[family], 0
+    net, base = adapted(folder).double(), load(folder).double()
+    views = views_of(read_shapes(folder, tmp_path, f"--tail {tail}") * 3, args)
     loss, parts = losses(net, views, args)
     for n, view in enumerate(views):
         want = plain_parts(net, base, *view, args)
@@ -1438,9 +1146,9 @@ def test_loss_and_its_logged_parts_equal_plain_loops(family, flags, tail, wide, 
 
 
 @pytest.mark.parametrize("flags", METHODS)
-def test_gradient_through_the_model_equals_a_finite_difference(flags, wide, folders, tmp_path):
-    args, (net, _), g = settings_of(flags), wide(), torch.Generator().manual_seed(0)
-    views = views_of(read_shapes(folders["llada"], args, tmp_path), args)
+def test_gradient_through_the_model_equals_a_finite_difference(flags, float64, folders, tmp_path):
+    args, net, g = training_args(flags), adapted(folders["llada"]).double(), torch.Generator().manual_seed(0)
+    views = views_of(read_shapes(folders["llada"], tmp_path, ""), args)
     params = lora.parameters(net).values()
     params = [(p, p.detach().clone(), torch.randn(p.shape, generator=g).double()) for p in params]
 
@@ -1451,30 +1159,6 @@ def test_gradient_through_the_model_equals_a_finite_difference(flags, wide, fold
     loss_at(0).backward()
     slope = sum((p.grad * direction).sum().item() for p, _, direction in params)
     assert slope == pytest.approx((loss_at(1e-6).item() - loss_at(-1e-6).item()) / 2e-6, rel=1e-5)
-
-
-def test_extreme_logits_give_finite_losses_and_gradients():
-    V, valid, rows = 40, torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, 40)
-    rows[0, 0, 3] = 1e4                                  # certain, uniform, a steep ladder
-    rows[0, 2] = torch.linspace(-1e4, 1e4, V)
-    for last, ce in ((V - 1, math.log(V) / 3), (0, (2e4 + math.log(V)) / 3)):            # 0: a target 2e4 nats away
-        z, x0 = rows.clone().requires_grad_(), torch.tensor([[3, 0, last]])
-        loss, parts = tabom.tabom_loss(z.log_softmax(-1), x0, valid, 1.0, 0.2)
-        t3d = tabom.t3d_loss(z.log_softmax(-1), rows.roll(1, 1).log_softmax(-1), x0, valid)[0]
-        (loss + t3d).sum().backward()
-        assert parts["ce"].item() == pytest.approx(ce, rel=1e-5)
-        assert parts["rank"].item() == pytest.approx((0.2 + 0.2 + math.log(V)) / 3, rel=1e-5)
-        assert loss.isfinite().all() and t3d.isfinite().all() and z.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_broken_sample_does_not_touch_its_neighbours(value):
-    z, x0 = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 4, dtype=torch.long)
-    valid, broken, ref_logp = torch.arange(4) < torch.tensor([[4], [1], [3]]), z.clone(), z.roll(1, 0).log_softmax(-1)
-    broken[0, 0, 0] = value
-    for loss in (lambda z: tabom.tabom_loss(z.log_softmax(-1), x0, valid, 1.0, 0.2)[0],
-                 lambda z: tabom.t3d_loss(z.log_softmax(-1), ref_logp, x0, valid)[0]):
-        assert not loss(broken)[0].isfinite() and torch.equal(loss(broken)[1:], loss(z)[1:])
 
 
 # -----------------------------------------------------------------------------
@@ -1490,8 +1174,8 @@ def plain_cuts(traj, need) -> list[int]:
 @pytest.mark.parametrize("method, window, need", [
     ("tabom", 4, 4), ("tabom", 32, 32), ("tabom", 0, 2), ("t3d", 4, 1), ("dinfer", 4, 1), ("sft", 4, 1)])
 def test_view_is_a_state_of_the_replay_and_the_next_tokens_in_order(method, window, need, tail, folders, tmp_path):
-    args, eos = settings_of(f"--method {method} --window {window} --tail {tail}"), ids_of("llada").eos
-    for traj in read_shapes(folders["llada"], args, tmp_path):
+    args, eos = training_args(f"--method {method} --window {window}"), ids_of("llada").eos
+    for traj in read_shapes(folders["llada"], tmp_path, f"--tail {tail}"):
         last = traj.response.tolist().index(eos) if tail == "drop" else len(traj.step)
         decoded = [j for j in range(len(traj.step)) if traj.step[j] >= 0]
         order = sorted((traj.step[j], traj.entropy[j], j) for j in decoded if j <= last)
@@ -1508,8 +1192,8 @@ def test_view_is_a_state_of_the_replay_and_the_next_tokens_in_order(method, wind
 
 
 def test_cuts_are_uniform_over_the_boundaries(folders, tmp_path):
-    draws, args, rng = 1500, settings_of(), np.random.default_rng(0)
-    for traj in read_shapes(folders["llada"], args, tmp_path)[:3]:
+    draws, args, rng = 1500, training_args(), np.random.default_rng(0)
+    for traj in read_shapes(folders["llada"], tmp_path, "")[:3]:
         for args.method, args.window, need in (("tabom", 4, 4), ("tabom", 0, 2), ("t3d", 4, 1), ("dinfer", 4, 0)):
             counts = dict.fromkeys(plain_cuts(traj, need), 0)
             if args.method == "dinfer":                  # any two times
@@ -1525,9 +1209,9 @@ def test_cuts_are_uniform_over_the_boundaries(folders, tmp_path):
 @pytest.mark.parametrize("flags", METHODS)
 def test_no_token_of_the_future_reaches_the_model(flags, folders, tmp_path):
     """Another token where the view is masked leaves all that the model is fed as it was; targets are masked."""
-    args, mask_id, net, fed = settings_of(flags), ids_of("llada").mask, load(folders["llada"]), []
+    args, mask_id, net, fed = training_args(flags), ids_of("llada").mask, load(folders["llada"]), []
     net.register_forward_pre_hook(lambda _, inputs: fed.append(inputs))
-    for traj, seen, targets in views_of(read_shapes(folders["llada"], args, tmp_path), args):
+    for traj, seen, targets in views_of(read_shapes(folders["llada"], tmp_path, ""), args):
         def states(response):
             traj.response = response
             fed.clear()
@@ -1545,59 +1229,10 @@ def test_no_token_of_the_future_reaches_the_model(flags, folders, tmp_path):
             assert (states(other) != now) == any(state[j] for state in shown)
 
 
-def test_collate_equals_a_plain_loop():
-    rng, mask_id, views = np.random.default_rng(0), 99, []
-    for P, N, W in ((3, 7, 4), (6, 5, 1), (1, 9, 9), (4, 2, 2)):
-        traj = SimpleNamespace(prompt=rng.integers(0, 50, P), response=rng.integers(0, 50, N))
-        views.append((traj, rng.random(N) < 0.5, rng.permutation(N)[:W]))
-    ids, attend, pos, x0, valid = tabom.collate(views, mask_id, "cpu")
-    assert ids.shape == attend.shape == (4, 11) and pos.shape == x0.shape == valid.shape == (4, 9)
-    for b, (traj, visible, targets) in enumerate(views):
-        pad = 11 - len(traj.prompt) - len(traj.response)
-        canvas = [t if v else mask_id for t, v in zip(traj.response, visible, strict=True)]
-        assert attend[b].tolist() == [t >= pad for t in range(11)] and ids[b, pad:].tolist() == [*traj.prompt, *canvas]
-        assert valid[b].tolist() == [w < len(targets) for w in range(9)]
-        for w, target in enumerate(targets):
-            assert pos[b, w] == pad + len(traj.prompt) + target and x0[b, w] == traj.response[target]
-
-
-def test_exact_equals_start_where_it_must(folders, nets, tmp_path):
-    """One step has one state, and without attention all states are alike. Elsewhere exact and start differ."""
-    start, exact, net, deaf = settings_of(), settings_of("--rank-context exact"), nets["llada"], load(folders["llada"])
-    for block in deaf.blocks:
-        block.o.weight.data.zero_()
-    views = views_of(read_shapes(folders["llada"], start, tmp_path), start)
-    gap = lambda model, some: (losses(model, some, start)[0] - losses(model, some, exact)[0]).abs().max()
-    assert gap(net, views[5:]) < 1e-5 and gap(deaf, views) < 1e-5 and gap(net, views) > 0.01
-
-
-def test_learning_rate_warms_up_and_follows_the_cosine():
-    peak, args = 2e-5, settings_of()
-    curve = [tabom.get_lr(step, args, 200) / peak for step in range(201)]
-    assert curve[0] == 1 / 50 and curve[49] == curve[50] == 1
-    assert [curve[n] for n in (24, 100, 125, 150, 200)] == pytest.approx([0.5, 0.75, 0.5, 0.25, 0])
-    assert curve[:50] == sorted(curve[:50]) and curve[50:] == sorted(curve[50:], reverse=True)
-    assert tabom.get_lr(0, settings_of("--warmup 0"), 10) == peak
-
-
-@pytest.mark.parametrize("size", [1, 8, 32])
-def test_epoch_has_every_sample_once_and_depends_on_seed_and_epoch_only(size):
-    lengths = np.random.default_rng(0).integers(10, 400, 1003)
-    batches, again, *others = (tabom.epoch_batches(lengths, size, *x) for x in ((7, 3), (7, 3), (7, 4), (8, 3)))
-    assert sorted(np.concatenate(batches)) == list(range(1003))
-    assert sorted(map(len, batches))[1:] == [size] * (len(batches) - 1)
-    assert all((x == y).all() for x, y in zip(batches, again, strict=True))
-    assert all((np.concatenate(x) != np.concatenate(batches)).any() for x in others)
-    # similar lengths share a batch, and batches are mixed
-    padding = lambda batches: sum(len(b) * lengths[b].max() - lengths[b].sum() for b in batches)
-    assert padding(batches) <= 0.1 * padding(np.array_split(np.random.default_rng(0).permutation(1003), len(batches)))
-    assert abs(np.corrcoef([lengths[b].mean() for b in batches], range(len(batches)))[0, 1]) < 0.3
-
-
 # -----------------------------------------------------------------------------
 # tabom.py: the command
 
-QUICK = "--window 4 --lora-r 4 --lr 1e-3 --warmup 5 --seed 3".split()
+QUICK = "--window 4 --lora-r 4 --lr 1e-3 --warmup 5 --seed 3"
 
 
 def corpus(folder, count=21) -> list[dict]:
@@ -1610,12 +1245,10 @@ def corpus(folder, count=21) -> list[dict]:
 
 
 @pytest.fixture
-def train(monkeypatch, folders, tmp_path):
+def train(command, folders, tmp_path):
     """train("run", "--lam 0"): tabom.py's main in this process on a small corpus; returns the --out folder."""
     def call(out="run", flags="", source=None):
-        argv = ["--data", str(source or call.data), "--out", str(tmp_path / out), *QUICK, *flags.split()]
-        monkeypatch.setattr(sys, "argv", ["tabom.py", *argv])
-        tabom.main()
+        command(tabom, f"--data {source or call.data} --out {tmp_path / out} {QUICK} {flags}")
         return tmp_path / out
     call.data = write_lines(tmp_path / "corpus.jsonl", corpus(folders["llada"]))
     return call
@@ -1623,7 +1256,7 @@ def train(monkeypatch, folders, tmp_path):
 
 def log_of(out) -> tuple[dict, list[dict]]:
     """log.jsonl as (first line, one row per step); every step is there once."""
-    head, *rows = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    head, *rows = read_lines(out / "log.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return head, rows
 
@@ -1648,7 +1281,8 @@ def assert_close_runs(a, b):
     assert x.keys() == y.keys() and max((x[k] - y[k]).abs().max() for k in x) < 1e-5
     for r, s in zip(log_of(a)[1], log_of(b)[1], strict=True):
         assert all(r[k] == s[k] for k in ("step", "epoch", "lr", "samples"))
-        for key in ("loss", "ce", "rank", "in_order", "gnorm"):
+        assert r.keys() == s.keys()
+        for key in s.keys() & {"loss", "ce", "rank", "in_order", "gnorm"}:
             assert r[key] == pytest.approx(s[key], rel=2e-4, abs=1e-5), key
 
 
@@ -1658,7 +1292,7 @@ def test_run_leaves_adapters_log_and_resume_file(train, folders, capsys):
     assert sorted(p.name for p in out.iterdir()) == ["epoch-1", "epoch-2", "log.jsonl", "resume.safetensors"]
     assert head["settings"]["model"] == folders["llada"] and head["settings"]["records"] == 21 and head["steps"] == 12
     assert head["args"]["gamma"] == 0.2 and {"commit", "torch", "python", "device"} <= head.keys()
-    assert "1,024 trainable parameters, 12 steps of 4 samples" in shown and f"adapter: {out}/epoch-2" in shown
+    assert "1,024 trainable parameters, 12 steps of 4 samples" in shown and f"{out}/epoch-2" in shown
     assert [x.split()[1] for x in shown.splitlines() if x.startswith("step ")] == ["3/12", "6/12", "9/12", "12/12"]
     for epoch in (1, 2):
         seen = [sample for row in rows if row["epoch"] == epoch for sample in row["samples"]]
@@ -1671,11 +1305,11 @@ def test_run_leaves_adapters_log_and_resume_file(train, folders, capsys):
 @pytest.mark.parametrize("flags", METHODS)
 def test_training_equals_a_plain_loop(flags, train, folders):
     """One sample at a time, AdamW written out, a window per (seed, epoch, place in the file): the adapter of main."""
-    flags = f"--epochs 3 --batch-size 12 --clip 0.5 --weight-decay 0.1 {flags}"          # 2 steps per epoch, 6 in all
-    out, args, net = train("run", flags), settings_of(" ".join(QUICK) + " " + flags), load(folders["llada"])
-    params = lora.add(net, ["q_proj", "v_proj"], 4, 16, seed=3)
+    flags = f"{QUICK} --epochs 3 --batch-size 12 --clip 0.5 --weight-decay 0.1 {flags}"  # 2 steps per epoch, 6 in all
+    out, args, net = train("run", flags), training_args(flags), load(folders["llada"])
+    params = lora.add(net, QV, 4, 16, seed=3)
     moments = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in params.values()]
-    trajs = read_as(args, folders["llada"], train.data)
+    trajs = read_trajs(folders["llada"], train.data)
     for t, row in enumerate(log_of(out)[1], 1):
         net.zero_grad()
         for n in [int(id[1:]) for id in row["samples"]]:
@@ -1694,41 +1328,13 @@ def test_training_equals_a_plain_loop(flags, train, folders):
     assert got.keys() == params.keys() and max((got[k] - params[k]).abs().max() for k in got) < 1e-5
 
 
-def test_real_peft_loads_a_trained_adapter(train, folders, tmp_path):
-    """On the real Qwen2, of which Dream is the bidirectional form."""
-    from peft import PeftModel
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    train("run", "--max-steps 6 --lr 5e-2", write_lines(tmp_path / "dream.jsonl", corpus(folders["Dream"])))
-    config = {k: v for k, v in config_of("Dream").items() if k not in ("model_type", "mask_token_id", "auto_map")}
-    qwen = Qwen2ForCausalLM(Qwen2Config(**config, attn_implementation="eager")).eval()
-    qwen.load_state_dict(load_file(Path(folders["Dream"]) / "model.safetensors"), strict=True)
-    theirs, ours = PeftModel.from_pretrained(qwen, tmp_path / "run" / "epoch-1"), load(folders["Dream"])
-    ids, pos = torch.arange(22).reshape(2, 11), torch.arange(1, 11).expand(2, -1)
-    before = ours(ids, ids >= 0, pos)
-    lora.load(ours, tmp_path / "run" / "epoch-1")
-    want = theirs(ids, attention_mask=torch.zeros(2, 1, 11, 11)).logits[:, :-1]          # state i - 1 predicts token i
-    torch.testing.assert_close(ours(ids, ids >= 0, pos), want, atol=1e-4, rtol=1e-4)
-    assert (want - before).abs().max() > 0.1
-
-
-def test_only_the_adapters_of_q_and_v_learn(train, nets, monkeypatch):
-    kept = []
-    monkeypatch.setattr(tabom, "load_model", lambda *x: kept.append(models.load_model(*x)) or kept[0])
-    train("run", "--max-steps 3")
-    base, now = dict(nets["llada"].named_parameters()), dict(kept[0].named_parameters())
-    learnt = {f"blocks.{b}.{p}.lora_{x}" for b in range(2) for p in "qv" for x in "AB"}
-    assert now.keys() - base.keys() == learnt == {name for name, p in now.items() if p.requires_grad}
-    assert all(torch.equal(now[name], base[name]) for name in base) and all(now[name].any() for name in learnt)
-
-
-@pytest.mark.parametrize("flags", METHODS)
+@pytest.mark.parametrize("flags", ["", "--rank-context exact", "--method t3d"])
 def test_accumulation_and_checkpointing_change_nothing(flags, train, monkeypatch):
     calls, checkpoint = [], models.checkpoint
     monkeypatch.setattr(models, "checkpoint", lambda *x, **more: calls.append(x) or checkpoint(*x, **more))
     one = train("one", f"{flags} --max-steps 4 --batch-size 8")
-    assert_close_runs(one, train("eight", f"{flags} --max-steps 4 --batch-size 1 --grad-accum 8"))
     assert not calls
-    assert_close_runs(one, train("two", f"{flags} --max-steps 4 --batch-size 4 --grad-accum 2 --grad-checkpoint"))
+    assert_close_runs(one, train("many", f"{flags} --max-steps 4 --batch-size 2 --grad-accum 4 --grad-checkpoint"))
     assert calls
 
 
@@ -1738,87 +1344,20 @@ def test_bf16_base_trains_an_fp32_adapter(train):
     assert log_of(coarse)[1][0]["loss"] == pytest.approx(log_of(fine)[1][0]["loss"], rel=0.05)
 
 
-@pytest.mark.parametrize("a, b, same", [
-    ("", "", True), ("", "--seed 4", False), ("--clip 0", "--clip 1e9", True), ("--clip 0", "--clip 1e-3", False),
-    ("--window 13", "--window 64", True)])               # the longest response has 13 tokens
-def test_the_seed_decides_clip_0_is_off_and_short_trajectories_are_trained_on_whole(a, b, same, train):
-    assert same_run(train("a", f"--max-steps 4 {a}"), train("b", f"--max-steps 4 {b}")) == same
-
-
-def test_left_out_records_are_counted_and_all_keeps_them(train, folders, tmp_path, capsys):
-    rows, special = corpus(folders["llada"], 12), ids_of("llada")
-    rows[0]["correct"] = rows[1]["correct"] = False
-    rows[2]["correct"] = True
-    rows[3]["response_token_ids"] = [0 if t == special.eos else t for t in rows[3]["response_token_ids"]]   # no EOS
-    rows[4] |= dict(response="", response_token_ids=[special.eos], decoding_order=[0], entropy=[0.1])
-    source = write_lines(tmp_path / "mixed.jsonl", rows)
-    train("a", "--max-steps 1", source)
-    train("b", "--max-steps 1 --all", source)
-    shown = capsys.readouterr().out
-    assert f"{source}: 8 records, left out: 2 judged wrong, 1 unfinished, 1 shorter than 2 tokens\n" in shown
-    assert f"{source}: 11 records, left out: 1 shorter than 2 tokens\n" in shown
-
-
-def test_the_model_is_the_one_the_trajectories_name(train, folders, tmp_path, refused, capsys):
+def test_the_model_is_the_one_the_trajectories_name_unless_given(train, folders, tmp_path, refused):
     other = shutil.copytree(folders["llada"], tmp_path / "other")
     assert log_of(train("a", "--max-steps 1"))[0]["settings"]["model"] == folders["llada"]
-    assert "decoded by" not in capsys.readouterr().out
     assert log_of(train("b", f"--max-steps 1 --model {other}"))[0]["settings"]["model"] == str(other)
-    assert f"was decoded by {folders['llada']}, but {other} is trained\n" in capsys.readouterr().out
-    with refused(f"{train.data}:1", "mask", "vocabulary", "--model"):
-        train("c", f"--model {folders['Dream']}")
-    # of the same size, mask and name, but the letters have other ids
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    letters = sorted(word for word in vocab if len(word) == 1)
-    vocab |= dict(zip(letters, [vocab[word] for word in letters[1:] + letters[:1]], strict=True))
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with refused(f"{train.data}:1", "its tokens read", "--model"):
-        train("c", f"--model {other}")
-    assert not (tmp_path / "c").exists()
+    nameless = write_lines(tmp_path / "nameless.jsonl", [row | dict(model=None) for row in corpus(folders["llada"])])
+    with refused(f"{nameless}: names no model", "--model"):
+        train("c", "", nameless)
 
 
-def test_authors_minimal_record_trains_and_sft_trains_on_ground_truth(train, folders, tmp_path, refused, monkeypatch):
-    keep = ("prompt", "response", "response_token_ids", "decoding_order", "method")
-    flags = f"--max-steps 2 --model {folders['llada']}"
-    rows = [{k: row[k] for k in keep} for row in corpus(folders["llada"], 8)]
-    theirs = write_lines(tmp_path / "theirs.jsonl", rows)
-    with refused(f"{theirs}: names no model", "--model"):
-        train("a", "", theirs)
-    log = log_of(train("a", flags, theirs))[1]
-    assert sorted(sample for row in log for sample in row["samples"]) == list(range(8))
-    seen, sample_view, special = {}, tabom.sample_view, ids_of("llada")
-    monkeypatch.setattr(tabom, "sample_view", lambda traj, *x: seen.update({traj.id: traj}) or sample_view(traj, *x))
-    truth = write_lines(tmp_path / "gt.jsonl", [dict(prompt=f"{n}+1=", response=f"{n + 1}") for n in range(6)])
-    for tail, order in (("keep", list(range(12))), ("drop", [0, 1])):
-        train(tail, f"{flags} --method sft --length 12 --tail {tail}", truth)
-        assert seen[3].response.tolist() == [CHARS.index("4"), special.eot] + [special.eos] * 10
-        assert seen[3].prompt.tolist() == [CHARS.index(c) for c in "[user]3+1=[assistant]"]
-        assert sorted(seen) == list(range(6)) and seen[3].order.tolist() == order
-
-
-def test_window_1_with_ranking_is_refused(refused):
-    with refused("--window 1: one token makes no pair"):
-        settings_of("--window 1")
-    assert settings_of("--window 1 --lam 0").window == 1
-
-
-def test_non_finite_loss_stops_with_step_and_samples_and_keeps_the_last_good_state(folders, train, tmp_path, refused):
-    """One letter has a broken embedding, and one record has it in its prompt: the step that meets it is named."""
-    broken, letter = shutil.copytree(folders["llada"], tmp_path / "broken"), CHARS.index("#")
-    weights = load_file(broken / "model.safetensors")
-    weights["model.transformer.wte.weight"][letter] = math.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    rows = [row for row in corpus(broken, 60) if letter not in row["prompt_token_ids"] + row["response_token_ids"]][:16]
-    lengths = np.array([len(row["prompt_token_ids"]) + len(row["response_token_ids"]) for row in rows])
-    third = tabom.epoch_batches(lengths, 4, 3, 0)[2]
-    rows[third[1]]["prompt_token_ids"][0] = letter
-    source = write_lines(tmp_path / "bad.jsonl", rows)
-    for flags in ("--save-every 1", "--save-every 1 --resume"):
-        with refused("step 3: the gradient is not finite", [rows[n]["id"] for n in third]):
-            train("run", flags, source)
-        assert len(log_of(tmp_path / "run")[1]) == 2
-        assert all(x.isfinite().all() for x in load_file(tmp_path / "run" / "resume.safetensors").values())
+def test_non_finite_gradient_stops_with_step_and_samples_and_keeps_the_last_good_state(train, tmp_path, refused):
+    with refused("step 2: the gradient is not finite", "samples ['r"):       # the first step makes the weights huge
+        train("run", "--lr 1e30 --warmup 0 --save-every 1")
+    assert len(log_of(tmp_path / "run")[1]) == 1
+    assert all(x.isfinite().all() for x in load_file(tmp_path / "run" / "resume.safetensors").values())
 
 
 def test_out_of_another_run_is_refused(train, folders, refused):
@@ -1827,9 +1366,8 @@ def test_out_of_another_run_is_refused(train, folders, refused):
     before = files()
     with refused(f"--out {out}: holds a run already", "--resume", "another --out"):
         train("run", "--max-steps 4")
-    for more, words in (("--max-steps 5", "max_steps 4, now it is 5"), ("--lam 2", "lam 1.0, now it is 2.0"),
-                        ("--seed 9", "seed 3, now it is 9"), ("--batch-size 8", "global_batch 4, now it is 8")):
-        with refused(f"{out / 'resume.safetensors'}: is of a run with {words}", "another --out"):
+    for more, words in (("--lam 2", "lam 1.0, now it is 2.0"), ("--batch-size 8", "global_batch 4, now it is 8")):
+        with refused(f"{out / 'resume.safetensors'}: the run there has {words}", "another --out"):
             train("run", f"{flags} {more}")
     write_lines(Path(train.data), corpus(folders["llada"])[:20])
     with refused("records 21, now it is 20"):
@@ -1839,9 +1377,6 @@ def test_out_of_another_run_is_refused(train, folders, refused):
 
 # -----------------------------------------------------------------------------
 # tabom.py: killed against whole, one process against several, and does ranking rank
-
-Fork = multiprocessing.get_context("fork").Process       # a child that has all imports already
-
 
 def die_at(n):
     """From now on: SIGKILL at the n-th change to the disk; what is being written then is cut in the middle."""
@@ -1874,40 +1409,11 @@ def test_killed_at_any_write_and_resumed_equals_whole(train, tmp_path):
     assert child.exitcode == 0 and n > 20                          # the last child was not hit: every write has been
 
 
-def test_killed_at_random_moments_and_resumed_equals_whole(train, tmp_path):
-    """Also with other micro-batches of the same global batch: then equal but for the order of additions."""
-    flags, rng = "--max-steps 60 --save-every 7", random.Random(0)
-    whole, log = train("whole", flags), tmp_path / "run" / "log.jsonl"
-    for low, high in ((1, 15), (25, 45)):
-        child, wanted = Fork(target=train, args=("run", flags + " --resume")), rng.randint(low, high)
-        child.start()
-        while child.is_alive() and not (log.exists() and log.read_bytes().count(b"\n") > wanted):
-            time.sleep(0.001)
-        child.kill()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
-    assert same_run(train("run", flags + " --resume"), whole)
-    assert_close_runs(train("other", flags + " --resume --batch-size 2 --grad-accum 2 --grad-checkpoint"), whole)
-
-
 @pytest.mark.parametrize("ranks, flags", [(2, "--batch-size 2 --grad-accum 2"), (4, "--batch-size 2")])
 def test_ranks_match_one_process(ranks, flags, train, folders, tmp_path):
-    """With the environment that torchrun gives. 17 records: the last batch of an epoch has one sample, on rank 0."""
+    """17 records: the last batch of an epoch has one sample, on rank 0."""
     source = write_lines(tmp_path / "corpus17.jsonl", corpus(folders["llada"], 17))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(ranks))
-
-    def job(rank):
-        os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-        train("many", f"--max-steps 12 {flags}", source)
-    children = [Fork(target=job, args=(rank,)) for rank in range(ranks)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0] * ranks
+    run_ranks(ranks, lambda: train("many", f"--max-steps 12 {flags}", source))
     assert_close_runs(tmp_path / "many", train("one", "--max-steps 12 --batch-size 8", source))
 
 
@@ -1927,57 +1433,25 @@ tabom.main()
 def test_torchrun_continues_by_itself_when_a_rank_dies(train, tmp_path):
     (tmp_path / "crash.py").write_text(CRASH)
     flags = "--max-steps 14 --save-every 6"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    argv = [tmp_path / "crash.py", "--data", train.data, "--out", tmp_path / "crash", *QUICK, *flags.split()]
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(HERE))
-    p = subprocess.run([*torchrun, *argv], capture_output=True, text=True, env=env, check=False)
+    argv = f"--max-restarts=1 {tmp_path}/crash.py --data {train.data} --out {tmp_path}/crash {QUICK} {flags}"
+    p = subprocess.run([*TORCHRUN, *argv.split()], capture_output=True, text=True, env=CHILD, check=False)
     assert p.returncode == 0 and p.stdout.count("trainable parameters") == 2, p.stderr       # it did start twice
     assert_close_runs(tmp_path / "crash", train("one", flags + " --batch-size 8"))
 
 
-def digits(rng) -> str:
-    """A language: four digits, each plus one, then their sum, greatest and least; some of it is hard to predict."""
-    d = rng.integers(0, 10, 4)
-    return "".join(map(str, d)) + "".join(str((x + 1) % 10) for x in d) + f"={d.sum() % 10}{d.max()}{d.min()}"
-
-
-def pretrain(folder, steps=150, B=64):
-    """Trains a tiny LLaDA in place on that language, briefly: it is certain of some tokens, uncertain of others."""
-    net, special, rng = load(folder).requires_grad_(True), ids_of("llada"), np.random.default_rng(0)
-    g = torch.Generator().manual_seed(0)
-    for name, p in net.named_parameters():
-        spread = 1.0 if "embed" in name else 0.08
-        p.data = torch.ones(p.shape) if p.ndim == 1 else torch.randn(p.shape, generator=g) * spread
-    optimizer, pos = torch.optim.AdamW(net.parameters(), lr=3e-3), torch.arange(4, 16).expand(B, -1)
-    for _ in range(steps):
-        x = torch.tensor([[CHARS.index(c) for c in digits(rng)] + [special.eos] * 4 for _ in range(B)])
-        mask = torch.from_numpy(rng.random((B, 16)) < rng.random((B, 1)))
-        mask[:, :4] = False
-        ids = x.masked_fill(mask, special.mask)
-        torch.nn.functional.cross_entropy(net(ids, ids >= 0, pos)[mask[:, 4:]], x[mask]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {models.hub_name(name, net.config.family): p.detach() for name, p in net.named_parameters()}
-    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_ranking_puts_held_out_pairs_in_order(train, tmp_path, monkeypatch):
-    """decode.py, then tabom.py with and without the ranking term: same base, data, order and windows."""
-    folder, rng, shares = tiny("llada", tmp_path / "base"), np.random.default_rng(1), {}
-    args = settings_of("--window 4")
-    pretrain(folder)
-    prompts = sorted({digits(rng)[:4] for _ in range(250)})
-    source = write_lines(tmp_path / "prompts.jsonl", [dict(id=p, prompt=p) for p in prompts])
-    argv = f"decode.py --model {folder} --prompts {source} --out {tmp_path}/all --length 12 --raw-prompt"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    decode.main()
-    rows = sorted(map(json.loads, (tmp_path / "all").read_text().splitlines()), key=lambda row: row["id"][::-1])
+def test_ranking_puts_held_out_pairs_in_order(command, train, tmp_path):
+    """The committed toy through decode.py, then tabom.py with and without the ranking term: same data and windows."""
+    folder, args, shares = str(HERE / "study" / "base"), training_args("--window 4"), {}
+    tasks = toy.draw("math", "train", 210, seed=0)
+    source = write_lines(tmp_path / "prompts.jsonl", [dict(prompt="".join(task[0])) for task in tasks])
+    command(decode, f"--model {folder} --prompts {source} --out {tmp_path}/all --length 34 --batch-size 64")
+    rows = sorted(read_lines(tmp_path / "all"), key=lambda row: row["id"])
     learn, held_out = write_lines(tmp_path / "learn", rows[:140]), write_lines(tmp_path / "held_out", rows[140:])
     for lam, out in ((1, tmp_path / "with"), (0, tmp_path / "without")):
         train(out, f"--lam {lam} --max-steps 80 --batch-size 16 --lr 1e-2 --lora-r 16", learn)
         net = load(folder)
         lora.load(net, out / "epoch-9")
-        trajs = read_as(args, folder, held_out)
+        trajs = read_trajs(folder, held_out, "--all")
         shares[lam] = np.mean([losses(net, views_of(trajs, args, seed), args)[1]["in_order"] for seed in range(20)], 0)
     gain = shares[1] - shares[0]                         # paired: the same trajectories and windows
     error = gain.std(ddof=1) / math.sqrt(len(gain))
@@ -1987,151 +1461,87 @@ def test_ranking_puts_held_out_pairs_in_order(train, tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # eval.py
 
-PROMPTS = [{"id": n, "prompt": "ab" * n + "c=", "answer": n} for n in (1, 2, 3, 4)]
-
-
-@pytest.fixture
-def decoded(folders, tmp_path, monkeypatch):
-    """decoded(family): trajectories of a tiny model, through decode.py's command line."""
-    def call(family="llada", flags="--length 8"):
-        prompts = write_lines(tmp_path / "p.jsonl", PROMPTS)
-        out = tmp_path / f"{family}.jsonl"
-        argv = ["decode.py", "--model", folders[family], "--prompts", prompts, "--out", str(out), *flags.split()]
-        monkeypatch.setattr(sys, "argv", argv)
-        decode.main()
-        return out
-    return call
-
-
-def random_adapter(folder, out, scale=1.0):
-    """An adapter that changes the model; with scale 0 it is the identity."""
-    net = load(folder)
-    lora.add(net, ["q_proj", "v_proj"], 4, 4)
-    g = torch.Generator().manual_seed(0)
-    for layer in lora.layers(net).values():
-        layer.lora_B.data.copy_(scale * torch.randn(layer.lora_B.shape, generator=g))
-    lora.save(net, out)
-    return str(out)
-
-
-def run_eval(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, argv)])
-    evaluate.main()
-
-
 @both
-def test_tds_equals_its_definition_in_plain_loops(family, folders, nets, decoded):
-    net, config = nets[family], nets[family].config
-    tok = models.load_tokenizer(config)
-    trajs = evaluate.read_all(decoded(family, "--length 10 --tokens-per-step 2"), config, tok, 10)
-    trajs[0].response[4] = config.eos_id
-    want = {}
+def test_tds_equals_its_definition_in_plain_loops(family, cli, folders, nets, tmp_path):
+    net, end_ids, want = nets[family], tokenizer(folders[family]).end_ids, {}
+    cli("t.jsonl", "--length 10 --tokens-per-step 2", family)
+    trajs = read_trajs(folders[family], tmp_path / "t.jsonl", "--all")
+    trajs[0].response[4] = net.config.eos_id
     for traj in trajs:
         for step in sorted(set(traj.step.tolist()) - {-1}):
             seen = [0 <= s < step for s in traj.step]
-            z, h = plain_logits(net, traj, seen), []
+            z, h = state_logits(net, traj, seen), []
             for i, token in enumerate(traj.response):
                 if not seen[i]:
                     h.append(plain_stats(z[i], 0)[1])
-                elif token in tok.end_ids:               # decoded by now: nothing to the right of it counts
+                elif token in end_ids:                   # decoded by now: nothing to the right of it counts
                     break
             if len(h) >= 2:
                 mean = sum(h) / len(h)
                 want.setdefault(step, []).append(sum((x - mean) ** 2 for x in h) / len(h))
-    got = evaluate.tds_curve(net, trajs, config, tok.end_ids, batch_size=3)
+    got = evaluate.tds_curve(net, trajs, net.config, end_ids, batch_size=3)
     assert [step for step, value in enumerate(got) if value is not None] == sorted(want)
     for step, values in want.items():
         assert got[step] == pytest.approx(np.mean(values), rel=1e-3, abs=1e-5)
 
 
-def test_order_agreement_counts_pairs(nets, decoded):
-    net, config = nets["llada"], nets["llada"].config
-    trajs = evaluate.read_all(decoded(), config, models.load_tokenizer(config), 8)
-    args, right, pairs = settings_of("--window 3"), 0, 0
+def test_order_agreement_counts_pairs(nets, folders, tmp_path):
+    net, trajs = nets["llada"], read_shapes(folders["llada"], tmp_path, "")
+    args, right, pairs = training_args("--window 3"), 0, 0
     for n, traj in enumerate(trajs):
         for cut in range(4):
             visible, targets = tabom.sample_view(traj, args, np.random.default_rng([cut, n]))
-            z = plain_logits(net, traj, visible)
+            z = state_logits(net, traj, visible)
             h = [plain_stats(z[j], 0)[1] for j in targets]
             right += sum(h[r] < h[s] for r in range(len(h)) for s in range(r + 1, len(h)))
             pairs += len(h) * (len(h) - 1) // 2
-    assert evaluate.order_agreement(net, trajs, config, 3, batch_size=5) == pytest.approx(right / pairs)
-
-
-def test_cross_entropy_of_a_uniform_model_is_log_vocabulary(folders, decoded):
-    net = load(folders["llada"])
-    net.head.weight.data.zero_()
-    tok = models.load_tokenizer(net.config)
-    got = evaluate.ce_by_ratio(net, evaluate.read_all(decoded(), net.config, tok, 8), net.config, tok.end_ids, 4)
-    assert list(got.values()) == pytest.approx([math.log(net.config.vocab)] * 9, rel=1e-5)
-
-
-def test_interval_covers_the_share_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    intervals = [evaluate.interval(right, 200) for right in rng.binomial(200, 0.3, 2000)]
-    assert 0.93 < np.mean([low <= 0.3 <= high for low, high in intervals]) < 0.97
+    assert evaluate.order_agreement(net, trajs, net.config, 3, batch_size=5) == pytest.approx(right / pairs)
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_swap_equals_a_plain_loop_with_two_models(k, folders, tmp_path):
+def test_swap_equals_a_plain_loop_with_two_models(k, folders):
     """Positions by one network's confidence, tokens by the other's argmax; two separate models, one row, no batch."""
-    adapter = random_adapter(folders["llada"], tmp_path / "a")
-    base, tuned = load(folders["llada"]), load(folders["llada"])
-    lora.load(tuned, adapter)
-    args = evaluate.parse_args(["--model", "-", "--length", "9", "--tokens-per-step", str(k)])
-    s = decode.make_settings(args, base.config, [-1])
+    base, tuned = load(folders["llada"]), adapted(folders["llada"], scale=1.0)
+    s = settings(folders["llada"], f"--length 9 --tokens-per-step {k}", end_ids=[-1])
     prompts = [("0", [3, 1, 4]), ("1", [1, 5, 9, 2, 6])]
     inside = evaluate.WithoutAdapter(tuned)
     for order_by, tokens_by, pair in ((base, tuned, (inside, tuned)), (tuned, base, (tuned, inside))):
         got = {row.id: row for row in decode.decode(pair[0], prompts, s, 2, token_model=pair[1])}
         for id, prompt in prompts:
-            ids, step = torch.tensor([prompt + [s.mask_id] * 9]), [-1] * 9
-            pos, attend = torch.arange(len(prompt), ids.shape[1])[None], torch.ones_like(ids, dtype=torch.bool)
+            canvas, step = [s.mask_id] * 9, [-1] * 9
             for now in range(-(-9 // k)):
-                with torch.no_grad():
-                    p = order_by(ids, attend, pos)[0].softmax(-1)
-                    z = tokens_by(ids, attend, pos)[0]
+                p = plain_logits(order_by, prompt, canvas).softmax(-1)
+                z = plain_logits(tokens_by, prompt, canvas)
                 p[:, s.mask_id], z[:, s.mask_id] = -1, -torch.inf
                 left = sorted((j for j in range(9) if step[j] < 0), key=lambda j: -p[j].max().item())
                 for j in left[:k]:
-                    ids[0, len(prompt) + j], step[j] = z[j].argmax(), now
-            assert got[id].step.tolist() == step and got[id].canvas.tolist() == ids[0, len(prompt):].tolist()
+                    canvas[j], step[j] = int(z[j].argmax()), now
+            assert got[id].step.tolist() == step and got[id].canvas.tolist() == canvas
 
 
-def test_eval_measures_draws_and_does_not_measure_twice(folders, tmp_path, decoded, monkeypatch, capsys, refused):
-    traj = decoded()
-    rows = [json.loads(line) | {"correct": True} for line in traj.read_text().splitlines()]
-    truth = write_lines(tmp_path / "sd.jsonl", rows)
-    same = random_adapter(folders["llada"], tmp_path / "same" / "epoch-1", scale=0.0)
-    argv = ["--model", folders["llada"], "--adapter", f"mine={same}", "--prompts", tmp_path / "p.jsonl", "--length", 8,
-            "--parallel", 1, 2, "--tds", 2, "--order", traj, "--window", 3, "--ce", truth, truth, "--swap", "--pictures",
-            "--keep", "--out", tmp_path / "r"]
-    run_eval(monkeypatch, *argv)
-    base, mine = (json.loads((tmp_path / "r" / f"{name}.json").read_text()) for name in ("base", "mine"))
-    assert base["accuracy"] == mine["accuracy"] and set(base["accuracy"]) == {"p/1", "p/2"}
+def test_eval_measures_draws_and_does_not_measure_twice(cli, command, folders, tmp_path, capsys, refused):
+    rows, path, out = cli("t.jsonl", "--length 8"), tmp_path / "t.jsonl", tmp_path / "r"
+    write_lines(path, [row | {"correct": True} for row in rows.values()])
+    lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "same")       # the identity
+    flags = (f"--model {folders['llada']} --adapter mine={tmp_path}/same --prompts {tmp_path}/prompts.jsonl --length 8 "
+             f"--parallel 1 2 --tds 2 --order {path} --window 3 --ce {path} {path} --swap --pictures --keep "
+             f"--out {out}")
+    command(evaluate, flags)
+    base, mine = (json.loads((out / f"{name}.json").read_text()) for name in ("base", "mine"))
+    assert base["accuracy"] == mine["accuracy"] and set(base["accuracy"]) == {"prompts/1", "prompts/2"}
     assert [mine["tds"], mine["in_order"]] == pytest.approx([base["tds"], base["in_order"]])
-    for swapped in mine["swap"]["p/2"].values():         # the adapter is the identity, so every swap is the base
-        assert swapped == base["accuracy"]["p/2"]
+    for swapped in mine["swap"]["prompts/2"].values():   # the adapter is the identity, so every swap is the base
+        assert swapped == base["accuracy"]["prompts/2"]
     assert {"settings", "commit", "torch", "python", "device"} <= base.keys()
-    for picture in ("tds.png", "ce.png", "map-base.png"):
-        assert (tmp_path / "r" / picture).read_bytes()[:4] == b"\x89PNG"
-    kept = [json.loads(line) for line in (tmp_path / "r" / "base-p-1.jsonl").read_text().splitlines()]
-    assert {r["id"]: r["response_token_ids"] for r in kept} == {r["id"]: r["response_token_ids"] for r in rows}
+    for picture in ("tds", "ce", "map-base"):
+        assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
+    for r in read_lines(out / "base-prompts-1.jsonl"):
+        assert r["response_token_ids"] == rows[r["id"]]["response_token_ids"]
     capsys.readouterr()
-    run_eval(monkeypatch, *argv)
+    command(evaluate, flags)
     assert "per step" not in capsys.readouterr().out
     with refused("base.json", "other settings"):
-        run_eval(monkeypatch, *argv, "--seed", 5)
-    with refused("mine", "NAME=DIR"):
-        run_eval(monkeypatch, "--model", folders["llada"], "--adapter", f"mine={same}", f"mine={same}")
-
-
-def test_training_curves_are_drawn(tmp_path, monkeypatch):
-    rows = [{"args": {}}] + [{"step": n, "loss": 1 / n, "ce": 1.0, "rank": 0.0, "in_order": 0.0} for n in (1, 2, 3)]
-    (tmp_path / "run").mkdir()
-    log = write_lines(tmp_path / "run" / "log.jsonl", rows)
-    run_eval(monkeypatch, "--curves", log, "--out", tmp_path / "pictures")
-    assert sorted(f.name for f in (tmp_path / "pictures").iterdir()) == ["curve-ce.png", "curve-loss.png"]
+        command(evaluate, flags + " --seed 5")
 
 
 TASK = """task: {name}
@@ -2149,12 +1559,11 @@ metadata: {{version: 1}}
 """
 
 
-def test_harness_runs_our_decoder_on_local_tasks(folders, tmp_path, decoded):
+def test_harness_runs_our_decoder_on_local_tasks(cli, folders, tmp_path):
     """The real lm_eval, offline, on two ranks: stop strings, chat template, base and adapter, one score per answer."""
-    folder = folders["llada"]
-    text = {r["prompt"]: r["response"] for r in map(json.loads, decoded().read_text().splitlines())}
+    folder, tasks = folders["llada"], tmp_path / "tasks"
+    text = {r["prompt"]: r["response"] for r in cli("t.jsonl", "--length 8").values()}
     cut = next(t for t in text.values() if len(t) > 2)[1]                # a character that occurs: it must cut there
-    tasks = tmp_path / "tasks"
     tasks.mkdir()
     rows = [{"question": prompt, "answer": answer.partition(cut)[0]} for prompt, answer in text.items()]
     file = write_lines(tasks / "d.jsonl", rows)
@@ -2162,71 +1571,41 @@ def test_harness_runs_our_decoder_on_local_tasks(folders, tmp_path, decoded):
                                     ".write('x')\n    return dict(exact_match=1)\n")
     for name, more in {"gsm8k_like": "", "counted": "process_results: !function utils.count"}.items():
         (tasks / f"{name}.yaml").write_text(TASK.format(name=name, file=file, until=json.dumps([cut]), more=more))
-    adapter = random_adapter(folder, tmp_path / "a" / "epoch-1", scale=3.0)
-    env = one_thread() | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1",
-                          "COUNT": str(tmp_path / "count")}
-    argv = ["--model", folder, "--adapter", adapter, "--tasks", "gsm8k_like,counted", "--task-path", str(tasks),
-            "--length", "8", "--keep", "--out", str(tmp_path / "r")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "eval.py", *argv]
-    done = subprocess.run(torchrun, cwd=HERE, env=env, capture_output=True, text=True)
+    lora.save(adapted(folder, scale=2.0), tmp_path / "a" / "epoch-1")
+    env = CHILD | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "COUNT": f"{tmp_path}/count"}
+    argv = (f"eval.py --model {folder} --adapter {tmp_path}/a/epoch-1 --tasks gsm8k_like,counted --task-path {tasks} "
+            f"--length 8 --keep --out {tmp_path}/r")
+    done = subprocess.run([*TORCHRUN, *argv.split()], cwd=HERE, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = {name: json.loads((tmp_path / "r" / f"{name}.json").read_text()) for name in ("base", "a-epoch-1")}
-    assert result["base"]["tasks"]["gsm8k_like"]["exact_match,none"] == 1.0      # what decode.py wrote, cut
+    result = json.loads((tmp_path / "r" / "base.json").read_text())
+    assert result["tasks"]["gsm8k_like"]["exact_match,none"] == 1.0              # what decode.py wrote, cut
     assert (tmp_path / "r" / "base-tasks.jsonl").read_text() != (tmp_path / "r" / "a-epoch-1-tasks.jsonl").read_text()
     assert (tmp_path / "count").read_text() == "x" * 2 * len(rows)               # scored once, not once per rank
-    own = [sys.executable, "eval.py", "lm_eval", "run", "--model", "tabom", "--model_args", f"model={folder},length=8",
-           "--tasks", "gsm8k_like", "--include_path", str(tasks), "--apply_chat_template"]
-    done = subprocess.run(own, cwd=HERE, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "exact_match" in done.stdout, done.stderr[-2000:]
 
 
-def test_harness_answers_depend_on_the_question_alone(folders, monkeypatch):
-    """The same answer alone or beside other tasks, another one for a repeat; the table's block also with --length."""
+def test_harness_answers_depend_on_the_question_alone(folders):
+    """The same answer alone or beside other tasks, another one for a repeat."""
     from lm_eval.api.instance import Instance
     ask = lambda task, doc: Instance("generate_until", {}, (f"ab{doc}=", {"max_gen_toks": 6}), 0, (task, doc, 1))
-    Harness = evaluate.new_harness()
-    lm = Harness(folders["llada"], temperature=1.0, batch_size="auto")
+    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders["llada"], "--temperature", "1"]))
     few = lm.generate_until([ask("mine", 0), ask("mine", 1), ask("mine", 1)])
     many = lm.generate_until([ask("other", 1), ask("mine", 1), ask("other", 0), ask("mine", 1), ask("mine", 0)])
     assert many[4] == few[0] and [many[1], many[3]] == few[1:] and few[1] != few[2]
-    used, real = [], evaluate.make_settings
-
-    def spy(args, *rest):
-        used.append((args.length, args.block))
-        return real(args, *rest)
-    monkeypatch.setattr(evaluate, "make_settings", spy)
-    for task, flags, want in (("gsm8k", {"length": 16}, (16, 8)), ("mbpp", {"length": 16}, (16, 0)),
-                              ("gsm8k", {"length": 16, "block": 4}, (16, 4)), ("mine", {}, (6, 0))):
-        Harness(folders["llada"], **flags).generate_until([ask(task, 0)])
-        assert used.pop() == want
 
 
-@pytest.mark.parametrize("task, family, want", [
-    ("gsm8k_cot", "Dream", (256, 0)), ("minerva_math500", "llada", (512, 64)), ("mbpp_instruct", "llada", (256, 0)),
-    ("humaneval_instruct", "Dream", (768, 0)), ("my_own", "llada", None)])
-def test_benchmarks_decode_as_the_papers_table_says(task, family, want):
-    assert evaluate.benchmark_settings(task, family) == want
-
-
-def test_the_papers_benchmarks_have_their_packages(monkeypatch):
-    """The scorers of MATH-500 and IFEval import offline; IFEval's downloads nltk's punkt_tab the first time."""
-    import nltk
-    monkeypatch.setattr(nltk, "download", lambda *_: None)
-    from lm_eval.tasks.ifeval import utils as ifeval
-    from lm_eval.tasks.minerva_math import utils as minerva
-    assert minerva.is_equiv("\\frac{1}{2}", "0.5") and callable(ifeval.process_results)
+@pytest.mark.parametrize("task, family, flags, want", [
+    ("gsm8k_cot", "Dream", "", (256, 0)), ("humaneval_instruct", "Dream", "", (768, 0)),
+    ("minerva_math500", "llada", "", (512, 64)), ("mbpp_instruct", "llada", "", (256, 0)),
+    ("gsm8k", "llada", "--length 16", (16, 8)), ("gsm8k", "llada", "--length 16 --block 4", (16, 4)),
+    ("mine", "llada", "", (6, 0))])
+def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want, folders):
+    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], *flags.split()]))
+    args = lm.task_args(task, own_length=6)
+    assert (args.length, args.block) == want
 
 
 # -----------------------------------------------------------------------------
 # the repository as a whole
-
-def test_heavy_packages_are_imported_only_when_needed():
-    heavy = ["transformers", "datasets", "lm_eval", "peft", "matplotlib", "pandas", "pyarrow", "sympy", "math_verify"]
-    code = f"import sys, tabom, eval, bench; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True).stdout == "[]\n"
-    code = "import sys, data; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
-
 
 def test_recipes_print_commands_whose_flags_exist():
     """DRY_RUN=1 ./run.sh dream-math and the others: every flag of every printed command is known to its script."""
@@ -2272,28 +1651,26 @@ def test_fork_a_listwise_ranking_loss(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=readme_fork(0, tmp_path / "f"), check=True)
 
 
-def test_fork_another_score(tmp_path, folders, nets):
+def decode_in(fork, model, tmp_path, *flags) -> dict:
     prompts, out = write_lines(tmp_path / "p.jsonl", [{"prompt": "abc"}]), tmp_path / "t.jsonl"
-    argv = [sys.executable, "decode.py", "--model", folders["llada"], "--prompts", prompts, "--out", out, "--length=8"]
-    subprocess.run([*argv, "--score", "second"], cwd=readme_fork(1, tmp_path / "f"), check=True, capture_output=True)
-    record, mask_id = json.loads(out.read_text()), nets["llada"].config.mask_id
-    ids = torch.tensor([record["prompt_token_ids"] + [mask_id] * 8])
-    with torch.no_grad():
-        logits = nets["llada"](ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1])[None])
-    second = logits[0, -8:].softmax(-1).sort(-1).values[:, -2]
+    argv = [sys.executable, "decode.py", "--model", model, "--prompts", prompts, "--out", out, "--length=8", *flags]
+    subprocess.run(argv, cwd=fork, check=True, capture_output=True)
+    return json.loads(out.read_text())
+
+
+def test_fork_another_score(tmp_path, folders, nets):
+    record = decode_in(readme_fork(1, tmp_path / "f"), folders["llada"], tmp_path, "--score", "second")
+    logits = plain_logits(nets["llada"], record["prompt_token_ids"], [nets["llada"].config.mask_id] * 8)
+    second = logits.softmax(-1).sort(-1).values[:, -2]
     assert record["method"] == "second" and record["decoding_order"][int(second.argmin())] == 0
 
 
-def test_fork_another_model_family(tmp_path, folders):
+def test_fork_another_model_family(tmp_path, folders, refused):
     """A Llama-shaped diffusion model: Dream's names without the biases, LLaDA's tokenizer, no shift."""
-    folder = tmp_path / "m"
-    shutil.copytree(folders["llada"], folder)
+    folder = shutil.copytree(folders["llada"], tmp_path / "m")
     weights = load_file(Path(folders["Dream"]) / "model.safetensors")
     save_file({k: v for k, v in weights.items() if not k.endswith("bias")}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of("Dream") | {"model_type": "llama-mdm"}))
-    prompts, out = write_lines(tmp_path / "p.jsonl", [{"prompt": "abc"}]), tmp_path / "t.jsonl"
-    argv = [sys.executable, "decode.py", "--model", folder, "--prompts", prompts, "--out", out, "--length", "8"]
-    subprocess.run(argv, cwd=readme_fork(2, tmp_path / "f"), check=True, capture_output=True)
-    assert json.loads(out.read_text())["decode"]["schedule"] == "even"
-    without = subprocess.run(argv, cwd=HERE, capture_output=True, text=True)
-    assert without.returncode == 2 and "llama-mdm" in without.stderr
+    assert decode_in(readme_fork(2, tmp_path / "f"), folder, tmp_path)["decode"]["schedule"] == "even"
+    with refused("llama-mdm"):                           # our own model.py does not know it
+        models.read_config(str(folder))

@@ -43,8 +43,8 @@ def demo(folder: Path):
             cells.append(" / ".join(found))
         print(f"{METHODS[label]:8} {cells[0]:>22} {cells[1]:>23} {cells[2]:>23}")
     print("""
-Cross-entropy on the model's own answers spoils the decoding order: in the base's order its tokens are as good as ever.
-Ranking (TABOM) limits that damage, most visibly at several tokens per step and at the larger rate.""")
+Look at how 2 and 4 tokens per step, and logic, change from the rate 3e-4 to 1e-3: who keeps what the base could do?
+The last column of the swap is about order alone: the base's own tokens, in the order that training left.""")
     print(f"\nPictures: {folder}/pictures/map-base.png (one decoding) and tds.png; trajectories: {folder}/traj.jsonl")
 
 
