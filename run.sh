@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # TABOM from start to end. Costs are for 2 CPU cores unless a GPU is named.
 #   ./run.sh                the whole method on the embedded toy: about 6 minutes
-#   ./run.sh test           the tests: about 4 minutes
+#   ./run.sh test           the tests: about 3 minutes
 #   ./run.sh bench          speed and memory as ratios: about 30 minutes
 #   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code.
 #                           DRY_RUN=1 prints the commands, `python bench.py --plan dream` says what they cost

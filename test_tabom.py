@@ -1605,6 +1605,64 @@ def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags,
 
 
 # -----------------------------------------------------------------------------
+# toy.py and study/
+
+def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
+    """The answers by a second interpreter of the maps; every file of one split, no prompt in two."""
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path), "--train", "60", "--test", "40"])
+    toy.main()
+    files = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
+    prompts = {name: {row["prompt"] for row in rows} for name, rows in files.items()}
+    assert prompts["train"] == prompts["gt"]
+    for a, b in (("train", "val-math"), ("train", "test-math"), ("val-math", "test-math"), ("val-logic", "test-logic")):
+        assert not prompts[a] & prompts[b]
+    for row in files["gt"] + files["test-math"]:
+        values = {"a": int(row["prompt"][0]), "b": int(row["prompt"][1])}
+        for name in re.findall(r"swap|[ab]~|[ab][-+*][0-9ab]", row["prompt"][2:]):
+            if name == "swap":
+                values = {"a": values["b"], "b": values["a"]}
+            elif name[1] == "~":
+                values[name[0]] = 9 - values[name[0]]
+            else:
+                right = values[name[2]] if name[2] in values else int(name[2])
+                left = values[name[0]]
+                values[name[0]] = {"+": left + right, "-": left - right, "*": left * right}[name[1]] % 10
+        assert row["answer"] == f"{values['a']}{values['b']}"
+        assert row.get("response", row["answer"]).endswith(row["answer"])
+        assert " gives " not in row.get("response", "")          # reference answers: the rarer form only
+
+
+def test_committed_base_is_able_and_its_tokenizer_fits(tmp_path):
+    """Far above chance (1 %) at one and at four tokens per step, on prompts it was not trained on."""
+    config = models.read_config(str(HERE / "study" / "base"))
+    tok = models.load_tokenizer(config)
+    tasks = toy.draw("math", "test", 24, seed=5)
+    ids = tok("".join(tasks[0][0] + tasks[0][1]))["input_ids"]
+    assert ids == toy.encode(tasks)[0, :len(ids)].tolist() and len(tok) == config.vocab == len(toy.VOCAB)
+    net = load(HERE / "study" / "base")
+    for k in (1, 4):
+        args = decode.parse_args(["--model", "-", "--prompts", "-", "--length", "34", "--tokens-per-step", str(k)])
+        s = decode.make_settings(args, config, tok.end_ids)
+        prompts = [(str(n), tok("".join(task[0]))["input_ids"]) for n, task in enumerate(tasks)]
+        rows = decode.decode(net, prompts, s, 24)
+        right = [tok.decode(row.canvas.tolist(), skip_special_tokens=True).endswith("####" + tasks[int(row.id)][2])
+                 for row in rows]
+        assert np.mean(right) > 0.4
+
+
+def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):
+    small = [dict(phase, steps=1, tasks=20) for phase in toy.PHASES]
+    monkeypatch.setattr(toy, "PHASES", small)
+    real = toy.draw
+    monkeypatch.setattr(toy, "draw", lambda domain, split, count, *a, **k: real(domain, split, min(count, 30), *a, **k))
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--pretrain", "--out", str(tmp_path / "m")])
+    toy.main()
+    assert load(tmp_path / "m").config.vocab == len(toy.VOCAB)
+    with refused("holds a model already"):
+        toy.main()
+
+
+# -----------------------------------------------------------------------------
 # the repository as a whole
 
 def test_recipes_print_commands_whose_flags_exist():
