@@ -64,7 +64,6 @@ decode.py --help, s                                         <= 2
 eval.py --help, s                                           <= 2
 toy.py --help, s                                            <= 2
 lora.py --help, s                                           <= 2
-data.py --help, s                                           <= 2
 bench.py --help, s                                          <= 2
 --plan, Dream's shape: error of FLOPs                       <= 0.15
 --plan, Dream's shape: error of peak memory                 <= 0.15
@@ -454,7 +453,7 @@ def bench_exact(quick):
 
 
 def bench_start(quick):
-    for name in ("tabom.py", "decode.py", "eval.py", "toy.py", "lora.py", "data.py", "bench.py"):
+    for name in ("tabom.py", "decode.py", "eval.py", "toy.py", "lora.py", "bench.py"):
         command = [sys.executable, name, "--help"]
         start = time.perf_counter()
         subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)

@@ -143,6 +143,7 @@ def schedule(s: Settings) -> list[int]:
             counts.append(count)
             masks -= count
         return counts
+    # every block is spent before the next one starts
     blocks = s.length // s.block
     # a fixed number per step; the last step of a block takes what is left
     if s.tokens_per_step:
@@ -185,6 +186,7 @@ def filter_logits(logits, s):
         # the token that crosses top_p is kept, and so is every token as probable as it
         smallest = top.masked_fill(p.cumsum(-1) - p > s.top_p, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < smallest, -torch.inf)
+    # the k-th largest and all that equal it
     if s.top_k:
         logits = logits.masked_fill(logits < logits.topk(min(s.top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
     return logits
@@ -253,6 +255,7 @@ def decode_batch(rows, s, device):
     attend = np.zeros((len(rows), T), dtype=bool)        # False on left padding
     pos    = np.full((len(rows), s.block), T - 1)        # a row with fewer masks than others asks for the last position
     masked = []
+    # one row per prompt
     for b, row in enumerate(rows):
         start = T - N - len(row.prompt)
         ids[b, start:T - N] = row.prompt
@@ -419,6 +422,7 @@ def append_record(path: str, record: dict):
 
 def show_in_colour(row, tok):
     """The response with one shade per token, pale = early, dark = late; a dot was never decoded."""
+    # colours of a 256-colour terminal, with black or white text on them
     shades = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
     last = max(1, row.step.max())
     for token, step in zip(row.canvas, row.step, strict=True):

@@ -145,6 +145,7 @@ def collate(views, mask_id, device):
     pos    = np.full((B, W), T - 1)                        # where in T the w-th target is, in decoding order
     x0     = np.zeros((B, W), dtype=np.int64)              # its token
     valid  = np.zeros((B, W), dtype=bool)                  # False where a window is shorter than W
+    # one row per sample
     for b, (traj, visible, targets) in enumerate(views):
         start, n = T - len(traj.response), len(targets)
         ids[b, start - len(traj.prompt):start] = traj.prompt
@@ -333,6 +334,8 @@ def main():
             batches = epoch_batches(lengths, global_batch, args.seed, epoch)
         batch = batches[i]                                                  # sample numbers, the same on every rank
         mine = batch[rank::world_size]
+
+        # set the learning rate for this step
         lr = get_lr(step, args, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -340,9 +343,10 @@ def main():
         # forward and backward, one micro-batch at a time; gradients add up
         sums = {name: torch.zeros((), device=device) for name in logged}
         for j in range(0, len(mine), args.batch_size):
+            # the cut of a sample depends on (seed, epoch, sample): it is the same on any number of ranks
             views = []
             for n in mine[j:j + args.batch_size]:
-                rng = np.random.default_rng([args.seed, epoch, n])          # the same cut on any number of ranks
+                rng = np.random.default_rng([args.seed, epoch, n])
                 views.append((trajs[n], *sample_view(trajs[n], args, rng)))
             ids, attend, pos, x0, valid = collate(views, config.mask_id, device)
             logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)   # (B, W, V): only targets reach the head
@@ -391,7 +395,7 @@ def main():
             print(f"step {done}/{total_steps} | {values} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
                   f"{row['tokens_per_s']:,.0f} tok/s | {row['memory_gb']:.1f} GB", flush=True)
 
-        # save
+        # save the adapter after every epoch, and a resume point more often
         ends_epoch = i == steps_per_epoch - 1 or done == total_steps
         if rank == 0 and ends_epoch:
             lora.save(model, out / f"epoch-{epoch + 1}", config.name)

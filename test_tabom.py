@@ -31,6 +31,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import bench
 import data
 import decode
 import eval as evaluate
@@ -432,6 +433,30 @@ def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
         print(memory("VmHWM") - before)"""
     run = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, capture_output=True, text=True, check=True)
     assert 190e6 < size < 210e6 and 0.9 * size < int(run.stdout) < 1.3 * size, int(run.stdout) / size
+
+
+def test_rms_norm_is_the_written_out_norm_bit_for_bit():
+    """In fp32 and bf16: normalise in fp32, round, then multiply by the weight."""
+    norm = models.RMSNorm(48, 1e-6)
+    norm.weight.data = torch.randn(48, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 7, 48, generator=torch.Generator().manual_seed(1)) * 3
+    for dtype in (torch.float32, torch.bfloat16):
+        y = x.to(dtype).float()
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        assert torch.equal(norm.to(dtype)(x.to(dtype)), norm.weight * y)
+
+
+def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_a_copy(tmp_path):
+    folder = Path(tiny("Dream", tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with_copy = load(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    for net in (with_copy, load(folder)):
+        assert net.head.weight is net.embed.weight
+        assert torch.equal(net.embed.weight, weights["model.embed_tokens.weight"])
 
 
 # -----------------------------------------------------------------------------
@@ -1660,6 +1685,36 @@ def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):
     assert load(tmp_path / "m").config.vocab == len(toy.VOCAB)
     with refused("holds a model already"):
         toy.main()
+
+
+# -----------------------------------------------------------------------------
+# bench.py
+
+def test_what_bench_compares_with_computes_the_same():
+    """The release's training step and the published decoding loop, written out in bench.py, on a tiny model."""
+    shape = dict(bench.MODELS["dream"], width=32, layers=1, heads=4, kv_heads=1, mlp=48, vocab=1200)
+    model = bench.make_model(shape)
+    batch = tabom.collate(bench.make_views(1200), bench.MASK, "cpu")
+    ours = bench.train_step(model, batch)
+    assert ours.item() == pytest.approx(bench.release_step(model, batch).item(), rel=1e-4)
+    assert ours.item() == pytest.approx(bench.release_step_eager(model, batch).item(), rel=1e-4)
+    bench.script_answers(model, 16)
+    s = bench.make_settings(model.config, "--length 16 --tokens-per-step 2 --score entropy --temperature 0 --top-p 1")
+    prompts = [(row, [end, *range(5, 9 + 3 * row)]) for row, end in enumerate((16, 9, 4, 12))]
+    plain = bench.plain_decode(model, prompts, s, 4)
+    for size in (1, 3):
+        assert np.array_equal(bench.our_decode(model, prompts, s, size), plain)
+
+
+def test_plan_prices_every_stage(monkeypatch, capsys):
+    monkeypatch.setitem(bench.MODELS["small"], "layers", 2)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--plan", "small"])
+    bench.main()
+    printed = capsys.readouterr().out
+    for gpu in bench.GPUS:
+        assert f"small on 1 x {gpu}" in printed
+    for stage in ("decode the prompts", "train tabom", "train t3d, --grad-checkpoint"):
+        assert printed.count(stage) >= 3
 
 
 # -----------------------------------------------------------------------------
