@@ -116,8 +116,12 @@ def draw(domain, split, count, seed, **grammar) -> list[tuple]:
 
 
 def write_prompts(out: Path, seed: int, train: int, test: int):
-    """train, gt (the same prompts with reference answers in the rarer form), and val and test of both domains."""
+    """
+    train; gt, the same prompts with reference answers in the rarer form; val and test of both domains; and pretrain,
+    more of what a base was pretrained on, with answers: a control.
+    """
     files = {"train": draw("math", "train", train, seed), "gt": draw("math", "train", train, seed, forms=(0, 0, 1))}
+    files["pretrain"] = draw("math", "pretrain", train // 2, seed) + draw("logic", "pretrain", train // 2, seed)
     for domain in ("math", "logic"):
         files[f"val-{domain}"] = draw(domain, "val", 500, seed)
         files[f"test-{domain}"] = draw(domain, "test", test, seed)
@@ -133,7 +137,7 @@ def write_prompts(out: Path, seed: int, train: int, test: int):
         lines = []
         for n, (prompt, response, answer) in enumerate(tasks):
             item = {"id": f"{name}-{n}" if name != "gt" else f"train-{n}", "prompt": "".join(prompt), "answer": answer}
-            if name == "gt":
+            if name in ("gt", "pretrain"):
                 item["response"] = "".join(response)
             lines.append(json.dumps(item) + "\n")
         write_whole(out / f"{name}.jsonl", "".join(lines).encode())
