@@ -407,7 +407,6 @@ def draw_map(path, model, traj, tok, config, batch_size):
     figure.savefig(path)
     print(f"picture: {path}")
 
-
 # -----------------------------------------------------------------------------
 
 def name_adapters(args) -> dict:
@@ -499,6 +498,7 @@ def main():
     # one model, one adapter after the other
     model = load_model(config, device, dtype)
     for name, folder in adapters.items():
+        args.adapter = folder                            # what the records say
         if folder:
             lora.load(model, folder)
         measured = measure(model, name, args, config, tok, prompts, held_out, pair, rank)
@@ -511,3 +511,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        dist.destroy_process_group()                     # its threads may abort an interpreter that just ends
