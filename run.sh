@@ -92,7 +92,7 @@ toy() {
 # ---------------------------------------------------------------- the paper's experiments
 
 paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
-    local model prompts limit lr lam gamma d=$OUT/$1-$2 folder=epoch-5
+    local model prompts limit lr lam gamma d=$OUT/$1-$2
     case $1-$2 in               # the authors' recipes
         dream-math) lr=2e-5 lam=1 gamma=0.1 ;;
         dream-code) lr=1e-4 lam=2 gamma=0.1 ;;
@@ -103,27 +103,33 @@ paper() {                       # paper dream|llada math|code: from the data set
     case $2 in math) prompts=MixChain-Z-PRM12K limit=0 ;; code) prompts=Ling-Coder-SFT limit=17000 ;; esac
     local torchrun="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS"
 
+    # decode, then train by each method
     run $torchrun decode.py --model $model --prompts $prompts --limit $limit --out "$d/traj.jsonl"
-    run $torchrun tabom.py --model $model --resume --lr $lr --out "$d/sft-gt" --method sft --data $prompts --limit $limit
-    run $torchrun tabom.py --model $model --resume --lr $lr --out "$d/sft-sd" --method sft --data "$d/traj.jsonl"
-    run $torchrun tabom.py --model $model --resume --lr $lr --out "$d/dinfer" --method dinfer --data "$d/traj.jsonl"
-    run $torchrun tabom.py --model $model --resume --lr $lr --out "$d/t3d" --method t3d --data "$d/traj.jsonl"
-    run $torchrun tabom.py --model $model --resume --lr $lr --out "$d/tabom" --lam $lam --gamma $gamma --data "$d/traj.jsonl"
+    local train="$torchrun tabom.py --model $model --resume --lr $lr"
+    run $train --out "$d/sft-gt" --method sft --data $prompts --limit $limit
+    run $train --out "$d/sft-sd" --method sft --data "$d/traj.jsonl"
+    run $train --out "$d/dinfer" --method dinfer --data "$d/traj.jsonl"
+    run $train --out "$d/t3d" --method t3d --data "$d/traj.jsonl"
+    run $train --out "$d/tabom" --lam $lam --gamma $gamma --data "$d/traj.jsonl"
 
-    local adapters="sft-gt=$d/sft-gt/$folder sft-sd=$d/sft-sd/$folder dinfer=$d/dinfer/$folder t3d=$d/t3d/$folder tabom=$d/tabom/$folder"
-    run $torchrun eval.py --model $model --adapter $adapters --tasks gsm8k_cot,minerva_math500,ifeval --out "$d/results"
-    run $torchrun eval.py --model $model --adapter $adapters --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-per-step"
-    run $torchrun eval.py --model $model --adapter $adapters --prompts gsm8k-test --limit 256 --tds 64 --pictures --out "$d/tds"
+    # measure the base and the last epoch of each
+    local measure="$torchrun eval.py --model $model --adapter" method
+    for method in sft-gt sft-sd dinfer t3d tabom; do
+        measure+=" $method=$d/$method/epoch-5"
+    done
+    run $measure --tasks gsm8k_cot,minerva_math500,ifeval --out "$d/results"
+    run $measure --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-per-step"
+    run $measure --prompts gsm8k-test --limit 256 --tds 64 --pictures --out "$d/tds"
     # these two run what the model wrote, inside the harness, so they need your consent: RUN_UNSAFE_CODE=1
     if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
-        run env HF_ALLOW_CODE_EVAL=1 $torchrun eval.py --model $model --adapter $adapters \
-            --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code --out "$d/results-code"
+        run env HF_ALLOW_CODE_EVAL=1 $measure --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code \
+            --out "$d/results-code"
     fi
 }
 
 # ----------------------------------------------------------------
 
-tests() {                       # without a GPU, whose rounding differs; and some CPUs die of bf16 products without the flag
+tests() {                       # without a GPU, whose rounding differs; some CPUs die of bf16 products without the flag
     export CUDA_VISIBLE_DEVICES= ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16
     "$PYTHON" -m ruff check .
     "$PYTHON" -m pytest -q test_tabom.py "$@"
@@ -134,5 +140,5 @@ case ${1:-toy} in
     test) environment; tests "${@:2}" ;;
     bench) environment; "$PYTHON" bench.py "${@:2}" ;;
     dream-math|dream-code|llada-math|llada-code) environment; paper "${1%-*}" "${1#*-}" ;;
-    *) echo "$1: unknown; ./run.sh [toy | test | bench | dream-math | dream-code | llada-math | llada-code]" >&2; exit 2 ;;
+    *) echo "$1: unknown; toy, test, bench, dream-math, dream-code, llada-math or llada-code" >&2; exit 2 ;;
 esac
