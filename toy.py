@@ -136,7 +136,8 @@ def write_prompts(out: Path, seed: int, train: int, test: int):
     for name, tasks in files.items():
         lines = []
         for n, (prompt, response, answer) in enumerate(tasks):
-            item = {"id": f"{name}-{n}" if name != "gt" else f"train-{n}", "prompt": "".join(prompt), "answer": answer}
+            split = "train" if name == "gt" else name    # gt has the ids of train
+            item = {"id": f"{split}-{n}", "prompt": "".join(prompt), "answer": answer}
             if name in ("gt", "pretrain"):
                 item["response"] = "".join(response)
             lines.append(json.dumps(item) + "\n")
@@ -177,7 +178,11 @@ def make_probe(tasks, canvas):
         for i, name in enumerate(maps):
             if name in BINARY:
                 clause = PROMPT + 6 * i
-                place = clause + (0 if task[1][6 * i].isdigit() else 3) + (name == "b+a")
+                place = clause
+                if not task[1][6 * i].isdigit():         # the forms that write results last
+                    place += 3
+                if name == "b+a":                        # the one map that changes b
+                    place += 1
                 question = row[:PROMPT + canvas].clone()
                 question[place] = MASK
                 question[clause + 6:] = MASK
