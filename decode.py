@@ -80,7 +80,7 @@ def parse_args(argv=None):
 
 @dataclass
 class Settings:
-    """How to decode. A record says all of it under "decode"."""
+    """How to decode. A record says it under "decode", but for the last three fields, which are the model's."""
     length: int
     steps: int
     block: int
