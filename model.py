@@ -21,12 +21,29 @@ from util import read_json, stop
 
 # -----------------------------------------------------------------------------
 # All that differs between the families.
-# config:    our name -> the key in config.json
-# require:   what else config.json must say, because nothing else is implemented
-# names:     our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know
-# shift:     hidden state i - 1 predicts token i
-# rope_fp32: rotate in fp32 instead of the type of the activations
-# decode:    the family's own decoder; score_filtered: it scores the distribution it samples from, not the clean one
+# config:     our name -> the key in config.json
+# require:    what else config.json must say, because nothing else is implemented
+# names:      our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know
+# shift:      hidden state i - 1 predicts token i
+# rope_fp32:  rotate in fp32 instead of the type of the activations
+# ends:       tokens that end a response; the first one also fills the rest of the canvas
+# mask_token: where config.json has no mask_id, the tokenizer knows it by this name
+# decode:     the family's own decoder; score_filtered: it scores the distribution it samples from, not the clean one
+
+# Dream and the small models have grown out of Qwen
+QWEN = dict(
+    shift=False, qkv_bias=True, qk_norm=False, rope_fp32=False,
+    config=dict(width="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
+                kv_heads="num_key_value_heads", mlp="intermediate_size", vocab="vocab_size", theta="rope_theta",
+                eps="rms_norm_eps", tied="tie_word_embeddings", positions="max_position_embeddings",
+                eos_id="eos_token_id"),
+    require=dict(hidden_act="silu", rope_scaling=None, rope_type="default", use_sliding_window=False, use_mrope=False),
+    names=dict(embed="model.embed_tokens", blocks="model.layers", norm="model.norm", head="lm_head",
+               attn_norm="input_layernorm", q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj",
+               o="self_attn.o_proj", mlp_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj",
+               down="mlp.down_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    tokenizer="Qwen2Tokenizer", ends=["<|endoftext|>", "<|im_end|>"], mask_token="<|mask|>",
+    decode=dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=32))
 
 FAMILIES = {
     "llada": dict(
@@ -39,21 +56,14 @@ FAMILIES = {
         names=dict(embed="model.transformer.wte", blocks="model.transformer.blocks", norm="model.transformer.ln_f",
                    head="model.transformer.ff_out", attn_norm="attn_norm", q="q_proj", k="k_proj", v="v_proj",
                    o="attn_out", mlp_norm="ff_norm", gate="ff_proj", up="up_proj", down="ff_out"),
-        tokenizer="PreTrainedTokenizerFast", end_of_turn="<|eot_id|>",
-        decode=dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0)),
-    "Dream": dict(
-        shift=True, qkv_bias=True, qk_norm=False, rope_fp32=False,
-        config=dict(width="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
-                    kv_heads="num_key_value_heads", mlp="intermediate_size", vocab="vocab_size", theta="rope_theta",
-                    eps="rms_norm_eps", tied="tie_word_embeddings", positions="max_position_embeddings",
-                    mask_id="mask_token_id", eos_id="eos_token_id"),
-        require=dict(hidden_act="silu", rope_scaling=None, use_sliding_window=False, use_mrope=False),
-        names=dict(embed="model.embed_tokens", blocks="model.layers", norm="model.norm", head="lm_head",
-                   attn_norm="input_layernorm", q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj",
-                   o="self_attn.o_proj", mlp_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj",
-                   down="mlp.down_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-        tokenizer="Qwen2Tokenizer", end_of_turn="<|im_end|>",
-        decode=dict(score="entropy", score_filtered=True, schedule="dream", temperature=0.1, top_p=0.9)),
+        tokenizer="PreTrainedTokenizerFast", ends=["<|endoftext|>", "<|eot_id|>"],
+        decode=dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=0)),
+    "Dream": QWEN | dict(
+        shift=True, config=QWEN["config"] | dict(mask_id="mask_token_id"),
+        decode=dict(score="entropy", score_filtered=True, schedule="dream", temperature=0.1, top_p=0.9, block=0)),
+    # small models: Qwen2.5-Coder-0.5B and Qwen3-0.6B, adapted to masked diffusion; Qwen3's heads have their own width
+    "a2d-qwen2": QWEN,
+    "a2d-qwen3": QWEN | dict(qkv_bias=False, qk_norm=True, config=QWEN["config"] | dict(head_dim="head_dim")),
 }
 
 
@@ -199,6 +209,9 @@ def read_config(name: str) -> Config:
              f"entry of FAMILIES in model.py")
     family = FAMILIES[raw["model_type"]]
     # an architecture that differs elsewhere would load and be silently wrong
+    if "bd3lm" in f"{name} {raw.get('_name_or_path')}".lower():
+        stop(f"{name}: bd3lm models attend causally between blocks, which is not implemented; use an mdlm checkpoint")
+    raw |= raw.get("rope_parameters") or {}                # transformers 5 keeps RoPE's settings in there
     for key, value in family["require"].items():
         if raw.get(key, value) != value:
             stop(f"{path}: {key} is {raw[key]!r}, only {value!r} is implemented; use a checkpoint of that kind")
@@ -208,7 +221,16 @@ def read_config(name: str) -> Config:
         if theirs not in raw:
             stop(f"{path}: {theirs} is missing; take config.json from the model's hub page")
         fields[ours] = raw[theirs]
+    if "mask_id" not in fields:
+        fields["mask_id"] = find_mask(folder / "tokenizer.json", family["mask_token"])
     return Config(family, **fields, model_type=raw["model_type"], name=name, folder=folder)
+
+
+def find_mask(path: Path, mask_token: str) -> int:
+    for token in read_json(path).get("added_tokens", []):
+        if token["content"] == mask_token:
+            return token["id"]
+    stop(f"{path}: has no token {mask_token}; take it from a masked diffusion model's hub page")
 
 
 def hub_name(name: str, family: dict) -> str:
@@ -249,12 +271,12 @@ def load_model(config: Config, device="cpu", dtype=torch.float32) -> Model:
 
 
 def load_tokenizer(config: Config):
-    """By the class in FAMILIES, never the code that a folder asks to run. tok.end_ids: EOS and the end of a turn."""
+    """By the class in FAMILIES, never the code that a folder asks to run. tok.end_ids: see ends."""
     import transformers
     tokenizer_class = getattr(transformers, config.family["tokenizer"])
     tok = tokenizer_class.from_pretrained(config.folder, trust_remote_code=False, local_files_only=True)
-    tok.end_ids = [config.eos_id]
-    end_of_turn = tok.get_vocab().get(config.family["end_of_turn"])
-    if end_of_turn is not None and end_of_turn != config.eos_id:
-        tok.end_ids.append(end_of_turn)
+    vocab = tok.get_vocab()
+    tok.end_ids = [vocab[token] for token in config.family["ends"] if token in vocab]
+    if config.eos_id not in tok.end_ids:
+        tok.end_ids.insert(0, config.eos_id)
     return tok
