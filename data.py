@@ -21,6 +21,9 @@ SOURCES = {    # name: hub id, configuration, split, kind
     "ling-coder-sft": ("inclusionAI/Ling-Coder-SFT", None, "train", "code"),
     "gsm8k": ("openai/gsm8k", "main", "train", "math"),
     "gsm8k-test": ("openai/gsm8k", "main", "test", "math"),
+    # trajectories that others have decoded
+    "trajectory_data_dream_32": ("d3LLM/trajectory_data_dream_32", None, "train", "math"),
+    "trajectory_data_llada_32": ("d3LLM/trajectory_data_llada_32", None, "train", "math"),
 }
 
 # -----------------------------------------------------------------------------
@@ -157,7 +160,9 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
     """Token ids as the model wants them: through its chat template, or the bare text."""
     text = item["prompt"]
     if tok.chat_template and not raw:
-        text = tok.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True)
+        # Qwen3 would think aloud first; other templates do not know the word
+        text = tok.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True,
+                                       enable_thinking=False)
     return tok(text, add_special_tokens=False)["input_ids"]
 
 # -----------------------------------------------------------------------------
@@ -172,6 +177,7 @@ class Trajectory:
     step: np.ndarray                                     # (N,) the step that decoded each position, -1 = never
     entropy: np.ndarray                                  # (N,) at its own step; 0 where the record does not say
     order: np.ndarray                                    # positions that may be targets, by (step, entropy, position)
+    jumps: np.ndarray                                    # positions decoded before one to their left (--cut non-ltr)
 
 
 def first_end(ids, step, end_ids) -> int | None:
@@ -188,6 +194,13 @@ def total_order(step, entropy) -> np.ndarray:
     """Def. 1: decoded positions sorted by step; ties inside a step by entropy, then by position."""
     order = np.lexsort((np.arange(len(step)), entropy, step))
     return order[step[order] >= 0]
+
+
+def find_jumps(step) -> np.ndarray:
+    """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
+    when = np.where(step < 0, len(step), step)
+    latest = np.maximum.accumulate(when)
+    return np.flatnonzero((when < latest) & (step >= 0))
 
 
 def int_list(place: str, record: dict, field: str, low: int, high: int) -> np.ndarray:
@@ -224,6 +237,32 @@ def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int):
     return step, np.array([h or 0.0 for h in entropy])
 
 
+def from_states(place: str, row: dict, mask_id: int) -> dict:
+    """
+    A row of d3LLM's data sets as a record of ours. Its trajectory is a list of states, the whole sequence after each
+    step; a position was decoded at the first state in which it is not masked.
+    """
+    prompt, states = row.get("prompt_ids"), row["trajectory"]
+    if not isinstance(prompt, list) or not isinstance(states, list) or not states:
+        stop(f"{place}: prompt_ids or trajectory is no list; leave the row out")
+    for n, state in enumerate(states):
+        if not isinstance(state, list) or len(state) != len(states[0]) or state[:len(prompt)] != prompt:
+            stop(f"{place}: state {n} is not the prompt and {len(states[0]) - len(prompt)} tokens; leave the row out")
+    tokens = np.array(states)[:, len(prompt):]                                  # (states, N)
+    # what is decoded stays
+    changed = (tokens[:-1] != mask_id) & (tokens[1:] != tokens[:-1])
+    if changed.any():
+        n, i = np.argwhere(changed)[0]
+        stop(f"{place}: position {i} holds {tokens[n, i]} in state {n} and {tokens[n + 1, i]} in the next; a decoded "
+             f"token must stay: leave the row out")
+    decoded = tokens[-1] != mask_id
+    first = (tokens != mask_id).argmax(0)                                       # (N,)
+    # the list may begin with an empty canvas: count the steps that decoded something
+    step = np.where(decoded, np.searchsorted(np.unique(first[decoded]), first), -1)
+    return {"id": row.get("idx"), "prompt": row.get("question"), "answer": row.get("gt_answer"), "kind": "math",
+            "prompt_token_ids": prompt, "response_token_ids": tokens[-1].tolist(), "decoding_order": step.tolist()}
+
+
 def encode_ground_truth(record: dict, tok, length: int) -> list[int]:
     """A reference answer as the canvas would look: the answer, end of turn, EOS up to the length."""
     ids = tok(record["response"], add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
@@ -241,7 +280,12 @@ def decoder_of(row: dict) -> dict:
 
 def read_trajectory(place: str, row: dict, number: int, args, config, tok):
     """A row as a Trajectory, or the reason why it is left out."""
+    judge_anew = "trajectory" in row                     # d3LLM calls every answer right
+    if judge_anew:
+        row = from_states(place, row, config.mask_id)
     row = {key: value for key, value in row.items() if value is not None}        # parquet fills up with nulls
+    if args.decoder and row.get("method") not in args.decoder:
+        return "of another --decoder"
     model = decoder_of(row)
     if model and (model["mask_id"], model["vocab_size"]) != (config.mask_id, config.vocab):
         stop(f"{place}: decoded by {model['name']} (mask {model['mask_id']}, vocabulary {model['vocab_size']}), but "
@@ -277,11 +321,20 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
         order = order[order <= end]                      # paper silent on the tail; README "Departures"
     if not args.all and end is None:
         return "unfinished"
-    if not args.all and row.get("correct") is False:
+    correct = row.get("correct")
+    if judge_anew and end is not None:
+        text = tok.decode(ids[:end].tolist(), skip_special_tokens=True)
+        correct = judge(text, True, row.get("answer"), row.get("kind"))
+    if not args.all and correct is False:
         return "judged wrong"
     if len(order) < 2:
         return "shorter than 2 tokens"
-    return Trajectory(row.get("id", number), prompt, ids, step, entropy, order)
+    jumps = find_jumps(step)
+    if "non_ltr_positions" in row:                       # the authors' files bring their own; the list may be empty
+        jumps = np.array(row["non_ltr_positions"], dtype=int)
+        if ((jumps < 0) | (jumps >= len(ids))).any():
+            stop(f"{place}: non_ltr_positions reaches beyond the {len(ids)} tokens; write the record again")
+    return Trajectory(row.get("id", number), prompt, ids, step, entropy, order, jumps)
 
 
 def load_trajectories(args, config, tok) -> list[Trajectory]:

@@ -17,6 +17,7 @@ Where the paper is silent we say so in README "Departures".
 
 B: batch, T: prompt + response, N: response, W: window, V: vocabulary
 """
+import importlib.util
 import json
 import math
 import os
@@ -49,6 +50,7 @@ def parse_args(argv=None):
                         help="adapters, log.jsonl and the resume file go here")
     parser.add_argument("--all", action="store_true",
                         help="train on unfinished and wrong responses too")
+    parser.add_argument("--decoder", nargs="+", help="only records with this method, such as entropy or default")
     parser.add_argument("--limit", type=int, default=0, help="only the first records of --data")
     parser.add_argument("--length", type=int, default=256,
                         help="tokens per reference answer (sft), padded with EOS")
@@ -56,6 +58,8 @@ def parse_args(argv=None):
     parser.add_argument("--method", choices=["tabom", "sft", "dinfer", "t3d"], default="tabom")
     parser.add_argument("--window", type=int, default=32,
                         help="W; 0 = every token that is still masked")
+    parser.add_argument("--cut", choices=["uniform", "non-ltr"], default="uniform",
+                        help="any step, or one that decoded out of left-to-right order")
     parser.add_argument("--lam", type=float, default=1.0,
                         help="weight of the ranking loss; 0 = cross-entropy only")
     parser.add_argument("--gamma", type=float, default=0.2, help="margin of the hinge, in nats")
@@ -89,11 +93,14 @@ def parse_args(argv=None):
     parser.add_argument("--save-every", type=int, default=100, help="steps between resume points")
     parser.add_argument("--log-every", type=int, default=10,
                         help="steps between printed lines; log.jsonl has all")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--timeout", type=float, default=30,
                         help="minutes until a rank that hangs ends the run")
     args = parser.parse_args(argv)
     if args.method == "tabom" and args.window == 1 and args.lam > 0:
         stop("--window 1: one token makes no pair to rank; use --window 2 or more, or --lam 0")
+    if args.wandb and not importlib.util.find_spec("wandb"):
+        stop(f"--wandb {args.wandb}: needs a package: pip install wandb")
     return args
 
 # -----------------------------------------------------------------------------
@@ -128,6 +135,9 @@ def sample_view(traj, args, rng):
         W = 1
     W = min(W, len(steps))                                 # a short trajectory is one window; the authors drop it
     cuts = np.unique(steps[:len(steps) - W + 1])
+    if args.cut == "non-ltr":
+        jumps = np.intersect1d(cuts, traj.step[traj.jumps])
+        cuts = jumps if len(jumps) else cuts
     cut = rng.choice(cuts)
     targets = traj.order[steps >= cut]
     if args.method == "tabom" and args.window:
@@ -247,7 +257,8 @@ def get_lr(step, args, total_steps):
 # resume: weights, moments, step and settings are in one file, which is replaced atomically
 
 # flags that may differ when a run is resumed; the global batch must stay the same
-MAY_CHANGE = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint")
+MAY_CHANGE = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint",
+              "wandb")
 
 def save_resume(path, params, optimizer, step, settings):
     tensors = {}
@@ -325,6 +336,9 @@ def main():
         write_whole(log_path, content.encode())
         trainable = sum(p.numel() for p in params.values())
         print(f"{config.name}: {trainable:,} trainable parameters, {total_steps} steps of {global_batch} samples")
+        if args.wandb:
+            import wandb
+            wandb.init(project=args.wandb, name=out.name, config=settings)
 
     # training loop
     for step in range(start_step, total_steps):
@@ -390,6 +404,8 @@ def main():
             row["samples"] = [trajs[n].id for n in batch]
             with open(log_path, "a") as f:
                 f.write(json.dumps(row) + "\n")
+            if args.wandb:
+                wandb.log(row, step=done)
         if rank == 0 and (done % args.log_every == 0 or done == total_steps):
             values = " | ".join(f"{name} {row[name]:.3f}" for name in logged)
             print(f"step {done}/{total_steps} | {values} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
