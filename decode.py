@@ -44,7 +44,7 @@ def add_decoding_flags(parser):
     parser.add_argument("--threshold", type=float,
                         help="unmask all tokens above this confidence, at least one")
     parser.add_argument("--block", type=int, default=0,
-                        help="left to right in blocks of this length (default: one)")
+                        help="left to right in blocks of this length (default: the model's own)")
     parser.add_argument("--schedule", choices=["even", "dream"],
                         help="tokens over steps (default: the model's own)")
     # which position, which token
@@ -110,7 +110,7 @@ def make_settings(args, config, end_ids) -> Settings:
         chosen["schedule"] = "even"
 
     # lengths, blocks and steps must fit each other
-    block = args.block or args.length
+    block = args.block or min(own["block"], args.length) or args.length
     if args.length % block:
         stop(f"--length {args.length} --block {block}: the length must be a multiple of the block")
     blocks = args.length // block
@@ -360,7 +360,10 @@ def record_head(args, config, s, tok) -> dict:
     for name in ("score_filtered", "mask_id", "end_ids"):
         del settings[name]
     model = {"name": config.name, "mask_id": config.mask_id, "vocab_size": config.vocab, "end_ids": tok.end_ids}
-    return {"model": model, "decode": {**settings, "raw_prompt": args.raw_prompt, "adapter": args.adapter}}
+    # the authors' loader knows LLaDA's own decoding as "default"
+    method = "default" if (config.model_type, s.score) == ("llada", "confidence") else s.score
+    settings |= {"raw_prompt": args.raw_prompt, "adapter": args.adapter}
+    return {"method": method, "model": model, "decode": settings}
 
 
 def make_record(row, item, tok, s, head: dict) -> dict:
@@ -374,7 +377,7 @@ def make_record(row, item, tok, s, head: dict) -> dict:
         values = zip(getattr(row, name), row.step, strict=True)
         logged[name] = [float(f"{x:.6g}") if step >= 0 else None for x, step in values]
     return {"id": item["id"], "prompt": item["prompt"], "response": text, "response_token_ids": row.canvas.tolist(),
-            "decoding_order": row.step.tolist(), "method": s.score, "prompt_token_ids": list(row.prompt), **logged,
+            "decoding_order": row.step.tolist(), "prompt_token_ids": list(row.prompt), **logged,
             "answer": item["answer"], "correct": judge(text, end is not None, item["answer"], item["kind"]), **head}
 
 

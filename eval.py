@@ -29,10 +29,13 @@ from tabom import collate, sample_view
 from tabom import parse_args as tabom_args
 from util import Bar, about_run, init_process_group, new_parser, read_json, setup_device, stop, write_whole
 
-# the paper's decoding table: response tokens = steps, and LLaDA's block; IFEval is not in it: 512, one block
+# the paper's decoding table: response tokens = steps, and LLaDA's block; IFEval is not in it: 512, one block.
+# The last entry is --suppress-eos, by which the release decodes code with LLaDA
 BENCHMARKS = {
-    "Dream": {"gsm8k": (256, 0), "math500": (512, 0), "mbpp": (1024, 0), "humaneval": (768, 0), "ifeval": (512, 0)},
-    "llada": {"gsm8k": (512, 8), "math500": (512, 64), "mbpp": (256, 0), "humaneval": (512, 0), "ifeval": (512, 0)},
+    "Dream": {"gsm8k": (256, 0, None), "math500": (512, 0, None), "mbpp": (1024, 0, None), "humaneval": (768, 0, None),
+              "ifeval": (512, 0, None)},
+    "llada": {"gsm8k": (512, 8, None), "math500": (512, 64, None), "mbpp": (256, 0, "confidence"),
+              "humaneval": (512, 0, "logits"), "ifeval": (512, 0, None)},
 }
 
 
@@ -236,7 +239,7 @@ class ShareDecoded(Exception):
 
 
 def benchmark_settings(task: str, model_type: str):
-    """(length, block) of the paper's table, or None."""
+    """(length, block, suppress_eos) of the table above, or None."""
     for name, setting in BENCHMARKS.get(model_type, {}).items():
         if name in task.replace("-", ""):
             return setting
@@ -270,7 +273,7 @@ class Harness:
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         return self.tok.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                                            continue_final_message=not add_generation_prompt)
+                                            continue_final_message=not add_generation_prompt, enable_thinking=False)
 
     def loglikelihood(self, requests):
         stop("--tasks: these models decode; tasks that need log-likelihoods are not built (README)")
@@ -286,8 +289,9 @@ class Harness:
 
     def task_args(self, task, own_length):
         """The benchmark's own length and block, unless flags say otherwise; the harness applies the chat template."""
-        length, block = benchmark_settings(task, self.config.model_type) or (own_length, 0)
-        changed = {"raw_prompt": True, "length": self.args.length or length, "block": self.args.block or block}
+        own = benchmark_settings(task, self.config.model_type) or (own_length, 0, None)
+        changed = {"raw_prompt": True, "length": self.args.length or own[0], "block": self.args.block or own[1],
+                   "suppress_eos": self.args.suppress_eos or own[2]}
         return Namespace(**vars(self.args) | changed)
 
     def generate_until(self, requests):
