@@ -82,8 +82,7 @@ GPUS = {
     "A100 80GB": dict(matmul=230, attention=80, traffic=1.7, memory=80, launch=5),
     "RTX 4090":  dict(matmul=140, attention=60, traffic=0.9, memory=24, launch=5),
 }
-DREAM, LLADA = FAMILIES["Dream"], FAMILIES["llada"]
-SMALL = dict(DREAM, shift=False, qkv_bias=False, qk_norm=True, decode=LLADA["decode"])
+DREAM, LLADA, SMALL = FAMILIES["Dream"], FAMILIES["llada"], FAMILIES["a2d-qwen3"]
 MODELS = {
     "dream": dict(family=DREAM, width=3584, layers=28, heads=28, kv_heads=4, mlp=18944, vocab=152064, tied=False),
     "llada": dict(family=LLADA, width=4096, layers=32, heads=32, kv_heads=32, mlp=12288, vocab=126464, tied=False),
@@ -99,7 +98,8 @@ Estimated from the operations of one step of this code in bf16; nobody ran it.
 * A kernel takes as long as its arithmetic or its memory traffic, at the rates below. The CPU launches ahead of the GPU:
   only what launching takes longer than all kernels counts. The columns say how the time is divided between these.
 * Prompts have 150 tokens on average, 250 at most. No answer ends early; one token per step, 16 prompts per forward.
-* Training takes 5 epochs. "evaluate" decodes GSM8K's 1,319 test questions with the base and with five adapters.
+* Training takes 5 epochs. "evaluate" decodes GSM8K's test questions: all 1,319 with the base and five adapters, for
+  small the 400 of ./run.sh small with the base and two.
 * GB: weights, adapter, AdamW, the largest batch, 1 for CUDA. "too large": more than 95 % of the card.
 * Not counted: loading, data, communication between GPUs (one small all-reduce per adapter matrix and step)."""
 
@@ -129,7 +129,7 @@ def make_model(shape: dict, device="cpu", dtype=torch.float32) -> Model:
 def make_views(vocab: int, prompt_length: int = PROMPT) -> list:
     """Four samples as tabom.py draws them. It puts similar lengths together; here they are equal."""
     rng = np.random.default_rng(0)
-    args = SimpleNamespace(method="tabom", window=WINDOW)
+    args = SimpleNamespace(method="tabom", window=WINDOW, cut="uniform")
     views = []
     for _ in range(4):
         prompt, response = rng.integers(3, vocab, prompt_length), rng.integers(3, vocab, 256)
@@ -346,7 +346,7 @@ def plan(args):
     s = make_settings(model.config, f"--length {N} --block {args.block}")
     with torch.no_grad():
         price = price_step(partial(decode_step, model, s), 16, N, s.block, s.block // 2)
-    for name, count in (("decode the prompts", args.prompts), ("evaluate 6 models on GSM8K", 6 * 1319)):
+    for name, count in (("decode the prompts", args.prompts), ("evaluate", args.answers)):
         stages.append((name, N * math.ceil(count / 16 / args.gpus), price))
 
     # train by each method
@@ -485,11 +485,12 @@ def main():
     parser.add_argument("--gpus", type=int, default=8, help="8; for the small model 1")
     parser.add_argument("--prompts", type=int, default=12000, help="to decode; sft on references trains on all")
     parser.add_argument("--records", type=int, default=5100, help="valid trajectories among them")
+    parser.add_argument("--answers", type=int, default=6 * 1319, help="to decode for the evaluation")
     parser.add_argument("--length", type=int, default=256, help="response tokens")
     parser.add_argument("--block", type=int, default=0, help="as in decode.py")
     parser.add_argument("--batch-size", type=int, default=4, help="training samples per GPU")
     if "small" in sys.argv:
-        parser.set_defaults(gpus=1, prompts=2000, records=850, length=128, block=32)
+        parser.set_defaults(gpus=1, prompts=1000, records=290, answers=3 * 400, block=32)
     args = parser.parse_args()
     if args.plan:
         return plan(args)

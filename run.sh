@@ -3,8 +3,10 @@
 #   ./run.sh                the whole method on the embedded toy: about 6 minutes
 #   ./run.sh test           the tests: about 3 minutes
 #   ./run.sh bench          speed and memory as ratios: about 30 minutes
+#   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
+#   ./run.sh study          the study of study/protocol.md, about 3 hours
 #   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code.
-#                           DRY_RUN=1 prints the commands, `python bench.py --plan dream` says what they cost
+# DRY_RUN=1 prints the commands; `python bench.py --plan dream` (or llada, small) says what they cost on a GPU.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -12,6 +14,17 @@ OUT=${OUT:-out}                 # everything is written here
 PYTHON=${PYTHON:-}              # the python of an environment that exists; empty: make .venv
 GPUS=${GPUS:-8}
 DRY_RUN=${DRY_RUN:-}
+
+# ./run.sh small
+SMALL_MODEL=${SMALL_MODEL:-dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1}
+SMALL_DATA=${SMALL_DATA:-gsm8k}                     # prompts to decode and train on
+SMALL_PROMPTS=${SMALL_PROMPTS:-1000}                # how many
+SMALL_TEST_DATA=${SMALL_TEST_DATA:-gsm8k-test}      # questions to measure by
+SMALL_TEST=${SMALL_TEST:-400}
+SMALL_LENGTH=${SMALL_LENGTH:-256}                   # response tokens
+SMALL_BLOCK=${SMALL_BLOCK:-32}
+SMALL_METHODS=${SMALL_METHODS:-sft tabom}           # of sft, dinfer, t3d, tabom
+SMALL_TRAIN=${SMALL_TRAIN:-}                        # more flags for tabom.py
 
 environment() {                 # two minutes the first time, and again when the requirements change
     if [ -z "$PYTHON" ]; then
@@ -89,28 +102,61 @@ toy() {
     run "$PYTHON" study/report.py demo "$d"
 }
 
+study() {                       # resumable; results go to study/results
+    "$PYTHON" study/study.py "$OUT/study"
+    "$PYTHON" study/report.py study
+}
+
+# ---------------------------------------------------------------- a small real model
+
+small() {
+    local d=$OUT/small method adapters=() models
+    models=$(($(wc -w <<< "$SMALL_METHODS") + 1))
+    local answers=$((SMALL_PROMPTS + models * SMALL_TEST))
+    local gpu='import torch; raise SystemExit(not (torch.cuda.is_available() or torch.backends.mps.is_available()))'
+    if [ -z "$DRY_RUN${SMALL_CPU:-}" ] && ! "$PYTHON" -c "$gpu"; then
+        echo "no GPU: $answers answers take about $((answers * SMALL_LENGTH / 1280)) hours on 2 CPU cores; SMALL_CPU=1" \
+            "runs it all the same, SMALL_PROMPTS, SMALL_TEST and SMALL_LENGTH make it smaller" >&2
+        exit 2
+    fi
+    local decode="--length $SMALL_LENGTH --block $SMALL_BLOCK"
+    run "$PYTHON" decode.py --model "$SMALL_MODEL" --prompts "$SMALL_DATA" --limit $SMALL_PROMPTS $decode \
+        --out "$d/traj.jsonl"
+    for method in $SMALL_METHODS; do
+        run "$PYTHON" tabom.py --model "$SMALL_MODEL" --out "$d/$method" --resume --method $method \
+            --data "$d/traj.jsonl" $SMALL_TRAIN
+        adapters+=("$method=$d/$method/epoch-5")
+    done
+    run "$PYTHON" eval.py --model "$SMALL_MODEL" --adapter "${adapters[@]}" --prompts "$SMALL_TEST_DATA" \
+        --limit $SMALL_TEST $decode --tds 32 --pictures --out "$d/results"
+}
+
 # ---------------------------------------------------------------- the paper's experiments
 
 paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
-    local model prompts limit lr lam gamma d=$OUT/$1-$2
-    case $1-$2 in               # the authors' recipes
-        dream-math) lr=2e-5 lam=1 gamma=0.1 ;;
-        dream-code) lr=1e-4 lam=2 gamma=0.1 ;;
-        llada-math) lr=2e-5 lam=1 gamma=0.2 ;;
-        llada-code) lr=2e-5 lam=1 gamma=0.3 ;;
+    local model prompts limit flags block="" d=$OUT/$1-$2
+    local accum=$((GPUS < 8 ? 8 / GPUS : 1))        # the global batch is 32
+    case $1-$2 in               # as released
+        dream-math) flags="--lam 1 --gamma 0.1" ;;
+        dream-code) flags="--lam 2 --gamma 0.1 --lr 1e-4 --cut non-ltr --grad-accum $((2 * accum))" ;;
+        llada-math) flags="--lam 1 --gamma 0.2" ;;
+        llada-code) flags="--lam 1 --gamma 0.3" ;;
     esac
-    case $1 in dream) model=Dream-org/Dream-v0-Instruct-7B ;; llada) model=GSAI-ML/LLaDA-8B-Instruct ;; esac
+    case $1 in
+        dream) model=Dream-org/Dream-v0-Instruct-7B ;;
+        llada) model=GSAI-ML/LLaDA-8B-Instruct block="--block 32" ;;
+    esac
     case $2 in math) prompts=MixChain-Z-PRM12K limit=0 ;; code) prompts=Ling-Coder-SFT limit=17000 ;; esac
     local torchrun="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS"
 
-    # decode, then train by each method
-    run $torchrun decode.py --model $model --prompts $prompts --limit $limit --out "$d/traj.jsonl"
-    local train="$torchrun tabom.py --model $model --resume --lr $lr"
+    # decode, then train by each method; the baselines as the paper has them
+    run $torchrun decode.py --model $model --prompts $prompts --limit $limit $block --out "$d/traj.jsonl"
+    local train="$torchrun tabom.py --model $model --resume --grad-accum $accum"
     run $train --out "$d/sft-gt" --method sft --data $prompts --limit $limit
     run $train --out "$d/sft-sd" --method sft --data "$d/traj.jsonl"
     run $train --out "$d/dinfer" --method dinfer --data "$d/traj.jsonl"
     run $train --out "$d/t3d" --method t3d --data "$d/traj.jsonl"
-    run $train --out "$d/tabom" --lam $lam --gamma $gamma --data "$d/traj.jsonl"
+    run $train --out "$d/tabom" $flags --data "$d/traj.jsonl"
 
     # measure the base and the last epoch of each
     local measure="$torchrun eval.py --model $model --adapter" method
@@ -137,8 +183,10 @@ tests() {                       # without a GPU, whose rounding differs; some CP
 
 case ${1:-toy} in
     toy) environment; toy ;;
+    small) environment; small ;;
+    study) environment; study ;;
     test) environment; tests "${@:2}" ;;
     bench) environment; "$PYTHON" bench.py "${@:2}" ;;
     dream-math|dream-code|llada-math|llada-code) environment; paper "${1%-*}" "${1#*-}" ;;
-    *) echo "$1: unknown; toy, test, bench, dream-math, dream-code, llada-math or llada-code" >&2; exit 2 ;;
+    *) echo "$1: unknown; toy, test, study, small, bench, dream-math, dream-code, llada-math or llada-code" >&2; exit 2 ;;
 esac

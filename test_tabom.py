@@ -44,28 +44,33 @@ import util
 HERE = Path(__file__).parent
 torch.set_num_threads(1)                # many small matrix products: a second thread does not help
 both = pytest.mark.parametrize("family", ["llada", "Dream"])
+SMALL = ["a2d-qwen2", "a2d-qwen3"]
+every = pytest.mark.parametrize("family", ["llada", "Dream", *SMALL])
 
 
 # -----------------------------------------------------------------------------
 # what the tests are made of
 
 WIDTH, LAYERS, HEADS, MLP = 32, 2, 4, 48
-KV = {"llada": 4, "Dream": 2}           # Dream groups its queries
+KV = {"llada": 4, "Dream": 2, "a2d-qwen2": 2, "a2d-qwen3": 2}               # all but LLaDA group their queries
+HEAD = {"llada": 8, "Dream": 8, "a2d-qwen2": 8, "a2d-qwen3": 12}           # 4 x 12 is not the width
 CHARS = sorted(set(string.digits + string.ascii_lowercase + "[]+-*/=.# "))
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
-SPECIALS = {"llada": ["<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>"],
-            "Dream": ["<|mask|>", "<|endoftext|>", "<|im_end|>"]}
+QWENS = ["<|mask|>", "<|endoftext|>", "<|im_end|>"]
+SPECIALS = {"llada": ["<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>"], "Dream": QWENS, **dict.fromkeys(SMALL, QWENS)}
 
 
 def ids_of(family: str) -> SimpleNamespace:
     """The tiny models' special ids; like the real ones they have more embedding rows than the tokenizer has tokens."""
-    n = len(CHARS) + (family == "Dream")                 # Dream's tokenizer has one merge, "ab"
+    n = len(CHARS) + (family != "llada")                 # Qwen's tokenizer has one merge, "ab"
     return SimpleNamespace(mask=n, eos=n + 1, eot=n + 2, vocab=n + 6)
 
 
 def hub_shapes(family: str) -> dict[str, tuple]:
     """Every tensor of a checkpoint under its name on the hub, written out: a second opinion on model.py's table."""
-    V, C, K, M = ids_of(family).vocab, WIDTH, WIDTH // HEADS * KV[family], MLP
+    V, C, M = ids_of(family).vocab, WIDTH, MLP
+    D = HEAD[family]
+    Q, K = HEADS * D, KV[family] * D
     if family == "llada":
         b = "model.transformer.blocks.{}."
         shapes = {"model.transformer.wte.weight": (V, C), "model.transformer.ln_f.weight": (C,),
@@ -77,10 +82,16 @@ def hub_shapes(family: str) -> dict[str, tuple]:
         b = "model.layers.{}."
         shapes = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,), "lm_head.weight": (V, C)}
         block = {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,),
-                 "self_attn.o_proj.weight": (C, C), "mlp.gate_proj.weight": (M, C), "mlp.up_proj.weight": (M, C),
+                 "self_attn.o_proj.weight": (C, Q), "mlp.gate_proj.weight": (M, C), "mlp.up_proj.weight": (M, C),
                  "mlp.down_proj.weight": (C, M)}
-        for p, out in dict(q=C, k=K, v=K).items():
-            block |= {f"self_attn.{p}_proj.weight": (out, C), f"self_attn.{p}_proj.bias": (out,)}
+        for p, out in dict(q=Q, k=K, v=K).items():
+            block[f"self_attn.{p}_proj.weight"] = (out, C)
+            if family != "a2d-qwen3":
+                block[f"self_attn.{p}_proj.bias"] = (out,)
+        if family == "a2d-qwen3":
+            block |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+        if family in SMALL:
+            del shapes["lm_head.weight"]                 # tied
     return shapes | {b.format(n) + k: v for n in range(LAYERS) for k, v in block.items()}
 
 
@@ -92,11 +103,18 @@ def config_of(family: str) -> dict:
                     rope_theta=500000.0, rms_norm_eps=1e-5, weight_tying=False, include_bias=False,
                     include_qkv_bias=False, block_type="llama", layer_norm_type="rms",
                     mask_token_id=i.mask, eos_token_id=i.eos, pad_token_id=i.eos)
-    return dict(model_type="Dream", hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+    config = dict(model_type=family, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
                 num_key_value_heads=KV[family], intermediate_size=MLP, vocab_size=i.vocab, max_position_embeddings=512,
                 rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=False, hidden_act="silu",
                 rope_scaling=None, mask_token_id=i.mask, eos_token_id=i.eos, pad_token_id=i.eos,
                 auto_map={"AutoModel": "modeling_dream.DreamModel"})     # as on the hub: known families load without it
+    if family in SMALL:                                  # no mask, no padding, and EOS is the end of a turn
+        config |= dict(tie_word_embeddings=True, eos_token_id=i.eot)
+        del config["mask_token_id"], config["pad_token_id"]
+    if family == "a2d-qwen3":                            # as transformers 5 writes it
+        config |= dict(head_dim=HEAD[family], rope_parameters=dict(rope_theta=config.pop("rope_theta"),
+                                                                   rope_type="default"))
+    return config
 
 
 def tiny_tokenizer(family: str, folder: Path):
@@ -121,6 +139,13 @@ def tiny_tokenizer(family: str, folder: Path):
             tokenizer_class="DreamTokenizer", auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
             added_tokens_decoder=added, eos_token=specials[1], pad_token=specials[1], mask_token=specials[0],
             chat_template=TEMPLATE)))
+    if family in SMALL:                                  # as transformers 5 writes it: all in tokenizer.json
+        from transformers import Qwen2Tokenizer
+        tok = Qwen2Tokenizer.from_pretrained(folder)
+        tok.chat_template = TEMPLATE + "{% if enable_thinking is not defined or enable_thinking %}[think]{% endif %}"
+        for file in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+            (folder / file).unlink()
+        tok.save_pretrained(folder)
 
 
 def tiny(family: str, folder: Path, files: int = 1, dtype=torch.float32, seed: int = 0) -> str:
@@ -145,7 +170,7 @@ def tiny(family: str, folder: Path, files: int = 1, dtype=torch.float32, seed: i
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    return {f: tiny(f, tmp_path_factory.mktemp("models") / f) for f in ("llada", "Dream")}
+    return {f: tiny(f, tmp_path_factory.mktemp("models") / f) for f in models.FAMILIES}
 
 
 def load(folder, dtype=torch.float32):
@@ -319,12 +344,19 @@ class PlainLLaDA(torch.nn.Module):
 
 def reference(family, folder):
     """The same checkpoint in code that is not ours, where every token sees every other."""
-    net = PlainLLaDA()
-    if family == "Dream":
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-        c = {k: v for k, v in config_of("Dream").items() if k not in ("model_type", "mask_token_id", "auto_map")}
-        net = Qwen2ForCausalLM(Qwen2Config(**c, attn_implementation="eager"))
-    net.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=True)
+    import transformers
+    weights = load_file(Path(folder) / "model.safetensors")
+    if family == "llada":
+        net = PlainLLaDA()
+    else:
+        kind = "Qwen3" if family == "a2d-qwen3" else "Qwen2"
+        c = {k: v for k, v in config_of(family).items() if k not in ("model_type", "mask_token_id", "auto_map")}
+        config = getattr(transformers, kind + "Config")(**c, attn_implementation="eager")
+        net = getattr(transformers, kind + "ForCausalLM")(config)
+        if family in SMALL:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    net.load_state_dict(weights, strict=True)
+    net.shift = family == "Dream"
     return net.eval().requires_grad_(False)
 
 
@@ -334,10 +366,10 @@ def reference_logits(net, row):
         return net(row)
     mask = torch.zeros(1, 1, len(row), len(row), dtype=net.dtype)            # 4-D: nothing is causal
     raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
-    return torch.cat([raw[:1], raw[:-1]])                # state i - 1 predicts token i, the first its own
+    return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
 
 
-@both
+@every
 def test_logits_equal_the_models_own_bidirectional_code_alone_and_left_padded(family, folders, nets):
     theirs, (ids, attend, alone) = reference(family, folders[family]).double(), ragged(family)
     pos = torch.tensor([[11, 5, 7, 5], [9, 11, 10, 10], [0, 11, 1, 6]])      # any order, also twice
@@ -365,12 +397,34 @@ def test_loading_is_strict(family, tmp_path):
     ("llada", dict(model_type="gpt2"), ["'gpt2'", "llada, Dream"]),
     ("llada", dict(rope_theta=...), ["rope_theta is missing"]),
     ("Dream", dict(use_sliding_window=True), ["use_sliding_window is True", "False"]),
+    ("a2d-qwen3", dict(head_dim=...), ["head_dim is missing"]),
+    ("a2d-qwen3", dict(rope_parameters=dict(rope_theta=1e6, rope_type="yarn")), ["rope_type is 'yarn'"]),
 ])
 def test_a_model_that_is_not_built_is_refused_in_one_line(family, fields, words, tmp_path, refused):
     config = Path(tiny(family, tmp_path / "m")) / "config.json"
     edit_json(config, **fields)
     with refused(config, *words):
         models.read_config(str(config.parent))
+
+
+def test_block_causal_models_and_tokenizers_without_a_mask_are_refused(tmp_path, refused):
+    with refused("a2d-bd3lm", "causally between blocks", "mdlm"):
+        models.read_config(tiny("a2d-qwen3", tmp_path / "a2d-bd3lm"))
+    tokens = Path(tiny("a2d-qwen2", tmp_path / "m")) / "tokenizer.json"
+    edit_json(tokens, added_tokens=[])
+    with refused(tokens, "no token <|mask|>", "hub page"):
+        models.read_config(str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_small_models_know_their_mask_both_ends_a_block_of_32_and_do_not_think_aloud(family, folders):
+    config, tok, i = models.read_config(folders[family]), tokenizer(folders[family]), ids_of(family)
+    assert config.mask_id == i.mask and config.eos_id == i.eot and tok.end_ids == [i.eos, i.eot]
+    item = dict(prompt="3+4", messages=[dict(role="user", content="3+4")])
+    assert tok.decode(data.prompt_ids(tok, item)) == "[user]3+4[assistant]"
+    for flags, block in (("--length 64", 32), ("--length 16", 16), ("--length 64 --block 64", 64)):
+        args = decode.parse_args(["--model", "-", "--prompts", "-", *flags.split()])
+        assert decode.make_settings(args, config, tok.end_ids).block == block
 
 
 def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, refused, monkeypatch):
@@ -462,7 +516,7 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_a_copy(tmp_p
 # -----------------------------------------------------------------------------
 # lora.py
 
-TARGETS = {"llada": [*QV, "attn_out"], "Dream": [*QV, "down_proj"]}
+TARGETS = {"llada": [*QV, "attn_out"], **dict.fromkeys(["Dream", *SMALL], [*QV, "down_proj"])}
 
 
 @both
@@ -495,7 +549,7 @@ def peft_adapter(net, folder, **options):
     return theirs.base_model.model.requires_grad_(False)
 
 
-@both
+@every
 def test_real_peft_loads_ours_and_we_load_real_pefts(family, folders, nets, tmp_path):
     from peft import PeftModel
     row, net = ragged(family)[2][2], load(folders[family])
@@ -689,6 +743,65 @@ def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, reme
     path = write_lines(tmp_path / "t.jsonl", [good_record(), good_record(id=1) | fields])
     with refused(f"{path}:2: ", value, remedy):
         read_trajs(folders["llada"], path, "--length 4")
+
+
+def test_decoder_keeps_records_by_their_method(folders, tmp_path, capsys):
+    path = write_lines(tmp_path / "t.jsonl", [good_record(id=n, method=m) for n, m in
+                                              ((0, "entropy"), (0, "default"), (1, "credit"), (2, None))])
+    trajs = read_trajs(folders["llada"], path, "--decoder entropy default")
+    assert [traj.id for traj in trajs] == [0, 0]         # one prompt under two decoders
+    assert "left out: 2 of another --decoder" in capsys.readouterr().out
+
+
+def states_row(folder, text="a=7", **fields) -> dict:
+    """A row as d3LLM publishes it: every state of a decoding, prompt included, here from right to left."""
+    config, tok = models.read_config(folder), tokenizer(folder)
+    prompt = tok("3+4", add_special_tokens=False)["input_ids"]
+    response = tok(text, add_special_tokens=False)["input_ids"] + tok.end_ids[:1]
+    states = [prompt + [config.mask_id] * (len(response) - n) + response[len(response) - n:]
+              for n in range(1, len(response) + 1)]
+    return dict(idx=5, question="3+4", prompt_ids=prompt, trajectory=states, final_output=states[-1],
+                generated_text=text, llm_answer="7", gt_answer="7", is_correct=True, nfe=len(states)) | fields
+
+
+@both
+def test_d3llm_states_become_orders_and_answers_are_judged_anew(family, folders, tmp_path, capsys, monkeypatch):
+    from pyarrow import Table, parquet
+    folder = folders[family]
+    empty = states_row(folder)
+    empty["trajectory"].insert(0, empty["prompt_ids"] + [ids_of(family).mask] * 4)       # some begin with the canvas
+    rows = [states_row(folder), states_row(folder, "a=8", idx=6), empty]                 # the second one is wrong
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "t.parquet")
+    for path in (write_lines(tmp_path / "t.jsonl", rows), str(tmp_path / "t.parquet")):
+        for traj in read_trajs(folder, path):
+            assert (traj.id, traj.step.tolist(), traj.order.tolist()) == (5, [3, 2, 1, 0], [3, 2, 1, 0])
+            assert traj.prompt.tolist() == rows[0]["prompt_ids"]
+            assert [*traj.prompt, *traj.response] == rows[0]["final_output"]
+        assert "2 records, left out: 1 judged wrong" in capsys.readouterr().out
+    # by its name it streams, and --limit ends the stream
+    import datasets
+    read = []
+
+    def stream(name, config, split, streaming):
+        assert (name, streaming) == ("d3LLM/trajectory_data_dream_32", True)
+        for row in rows:
+            read.append(row["idx"])
+            yield row
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    assert len(read_trajs(folder, "d3LLM/trajectory_data_dream_32", "--limit 1")) == 1 and len(read) <= 2
+
+
+@pytest.mark.parametrize("place, token, words", [((3, 4), 3, "position 1 holds"), ((3, 6), None, "position 3 holds"),
+                                                 ((1, 0), 9, "state 1 is not the prompt")])
+def test_inconsistent_states_are_refused_with_their_row(place, token, words, folders, tmp_path, refused):
+    """A token that changes, a mask that comes back, another prompt."""
+    bad = states_row(folders["llada"])
+    bad["trajectory"].append(bad["trajectory"][-1].copy())
+    n, i = place
+    bad["trajectory"][n + 1 if n == 3 else n][i] = ids_of("llada").mask if token is None else token
+    path = write_lines(tmp_path / "t.jsonl", [states_row(folders["llada"]), bad])
+    with refused(f"{path}:2: ", words, "leave the row out"):
+        read_trajs(folders["llada"], path)
 
 
 def test_a_torn_line_in_the_middle_is_named(folders, tmp_path, refused):
@@ -1231,6 +1344,26 @@ def test_cuts_are_uniform_over_the_boundaries(folders, tmp_path):
             assert chi < k - 1 + 5 * math.sqrt(2 * (k - 1)) + 1e-9, (args.method, counts)
 
 
+def test_non_ltr_cuts_start_at_tokens_decoded_out_of_order(folders, tmp_path):
+    def plain_jumps(step):
+        late = [math.inf if s < 0 else s for s in step]
+        return [p for p in range(len(step)) if step[p] >= 0 and any(late[q] > late[p] for q in range(p))]
+
+    args, rng, W = training_args("--cut non-ltr --window 4"), np.random.default_rng(0), 4
+    trajs = read_shapes(folders["llada"], tmp_path, "")
+    for traj in trajs:
+        jumps = plain_jumps(traj.step.tolist())
+        assert traj.jumps.tolist() == jumps
+        boundaries = set(plain_cuts(traj, W))
+        want = {traj.step[p] for p in jumps} & boundaries or boundaries
+        assert {traj.step[tabom.sample_view(traj, args, rng)[1][0]] for _ in range(400)} == want
+    assert any(len(traj.jumps) for traj in trajs)
+    # a record may say itself which positions these are
+    given = [good_record(non_ltr_positions=[1]), good_record(id=1, non_ltr_positions=[])]
+    a, b = read_trajs(folders["llada"], write_lines(tmp_path / "n.jsonl", given))
+    assert a.jumps.tolist() == [1] and b.jumps.tolist() == []
+
+
 @pytest.mark.parametrize("flags", METHODS)
 def test_no_token_of_the_future_reaches_the_model(flags, folders, tmp_path):
     """Another token where the view is masked leaves all that the model is fed as it was; targets are masked."""
@@ -1361,6 +1494,17 @@ def test_accumulation_and_checkpointing_change_nothing(flags, train, monkeypatch
     assert not calls
     assert_close_runs(one, train("many", f"{flags} --max-steps 4 --batch-size 2 --grad-accum 4 --grad-checkpoint"))
     assert calls
+
+
+def test_wandb_gets_what_the_log_gets_and_is_asked_for_in_one_line(train, monkeypatch, refused, tmp_path):
+    with refused("--wandb p", "pip install wandb"):
+        training_args("--wandb p")
+    fake = "got = []\ninit = lambda **k: got.append(k)\nlog = lambda row, step: got.append(row)"
+    (tmp_path / "wandb.py").write_text(fake)
+    monkeypatch.syspath_prepend(tmp_path)
+    out = train("run", "--wandb p --max-steps 3")
+    got = sys.modules.pop("wandb").got
+    assert got[0]["project"] == "p" and got[1:] == log_of(out)[1]
 
 
 def test_bf16_base_trains_an_fp32_adapter(train):
@@ -1619,14 +1763,15 @@ def test_harness_answers_depend_on_the_question_alone(folders):
 
 
 @pytest.mark.parametrize("task, family, flags, want", [
-    ("gsm8k_cot", "Dream", "", (256, 0)), ("humaneval_instruct", "Dream", "", (768, 0)),
-    ("minerva_math500", "llada", "", (512, 64)), ("mbpp_instruct", "llada", "", (256, 0)),
-    ("gsm8k", "llada", "--length 16", (16, 8)), ("gsm8k", "llada", "--length 16 --block 4", (16, 4)),
-    ("mine", "llada", "", (6, 0))])
+    ("gsm8k_cot", "Dream", "", (256, 0, None)), ("humaneval_instruct", "Dream", "", (768, 0, None)),
+    ("minerva_math500", "llada", "", (512, 64, None)), ("mbpp_instruct", "llada", "", (256, 0, "confidence")),
+    ("humaneval_instruct", "llada", "", (512, 0, "logits")), ("gsm8k", "llada", "--length 16", (16, 8, None)),
+    ("gsm8k", "llada", "--length 16 --block 4 --suppress-eos logits", (16, 4, "logits")),
+    ("mine", "llada", "", (6, 0, None))])
 def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want, folders):
     lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], *flags.split()]))
     args = lm.task_args(task, own_length=6)
-    assert (args.length, args.block) == want
+    assert (args.length, args.block, args.suppress_eos) == want
 
 
 # -----------------------------------------------------------------------------
@@ -1723,15 +1868,40 @@ def test_plan_prices_every_stage(monkeypatch, capsys):
 def test_recipes_print_commands_whose_flags_exist():
     """DRY_RUN=1 ./run.sh dream-math and the others: every flag of every printed command is known to its script."""
     parsers = {"decode.py": decode.parse_args, "tabom.py": tabom.parse_args, "eval.py": evaluate.parse_args}
-    for recipe in ("dream-math", "dream-code", "llada-math", "llada-code"):
+    for recipe in ("small", "dream-math", "dream-code", "llada-math", "llada-code"):
         env = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
         done = subprocess.run(["./run.sh", recipe], cwd=HERE, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         commands = [line.split() for line in done.stderr.splitlines() if line.startswith("+ ")]
-        assert len(commands) >= 10
+        assert len(commands) >= (4 if recipe == "small" else 10)
         for words in commands:
             script = next(word for word in words if word in parsers)
             parsers[script](words[words.index(script) + 1:])
+
+
+def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tmp_path, command):
+    """Every stage of ./run.sh small by its own commands, on a random model."""
+    family, rows = "a2d-qwen3", [dict(id=n, prompt=f"{n}+1", answer=str(n + 1)) for n in range(6)]
+    prompts, d = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "out" / "small"
+    env = CHILD | dict(PYTHON=sys.executable, OUT=str(tmp_path / "out"), SMALL_MODEL=folders[family], SMALL_CPU="1",
+                       SMALL_DATA=prompts, SMALL_TEST_DATA=prompts, SMALL_PROMPTS="6", SMALL_TEST="3",
+                       SMALL_LENGTH="16", SMALL_BLOCK="8", SMALL_TRAIN="--all --window 4 --lr 0.01")
+    done = subprocess.run(["./run.sh", "small"], cwd=HERE, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {r["decode"]["block"] for r in read_lines(d / "traj.jsonl")} == {8}
+    for name in ("base", "sft", "tabom"):
+        result = json.loads((d / "results" / f"{name}.json").read_text())
+        assert result["accuracy"]["p/1"]["n"] == 3 and result["tds"] > 0
+    # the merged checkpoint decodes as the adapter does
+    adapter, merged = d / "tabom" / "epoch-5", tmp_path / "merged"
+    flags = f"--model {folders[family]} --adapter {adapter} --out {merged}"
+    subprocess.run([sys.executable, "lora.py", *flags.split()], cwd=HERE, env=CHILD, check=True)
+    decode_flags = f"--prompts {prompts} --length 16 --block 8"
+    command(decode, f"--model {folders[family]} --adapter {adapter} {decode_flags} --out {tmp_path}/a.jsonl")
+    command(decode, f"--model {merged} {decode_flags} --out {tmp_path}/m.jsonl")
+    a, m, base = (sorted((r["id"], r["response_token_ids"]) for r in read_lines(file))
+                  for file in (tmp_path / "a.jsonl", tmp_path / "m.jsonl", d / "traj.jsonl"))
+    assert a == m != base
 
 
 def readme_fork(number, folder):
