@@ -145,18 +145,20 @@ def write_prompts(out: Path, seed: int, train: int, test: int):
     print(f"{out}: {', '.join(f'{name} {len(tasks)}' for name, tasks in files.items())}")
 
 # -----------------------------------------------------------------------------
-# pretraining, in three phases. Binary maps are the hard part: mixed in evenly, some seeds never learn them
+# pretraining, in three phases. Binary maps are the hard part: mixed in evenly, some seeds never learn them. A phase
+# ends by what was learned, not by a number of steps, so that all seeds end alike
 
 BOTH = dict(lr=1.8e-3, math=44, logic=44, canvas=LENGTH, power=1, digit_weight=1.0, tasks=60000,
             grammar=dict(chain=(2, 5)))
 PHASES = [
-    # two maps and no final answer to copy from, most of them binary, results count four times: until 80 % are right
-    dict(steps=1600, until=0.8, lr=3e-3, math=96, logic=0, canvas=12, power=1.5, digit_weight=4.0,
-         tasks=5000, grammar=dict(chain=(2, 2), hard=0.75)),
-    # both domains as they are, until 65 % of the binary maps are right again
-    dict(BOTH, steps=1200, until=0.65),
-    # the same while the learning rate falls to 0
-    dict(BOTH, steps=900, until=math.inf),
+    # two maps and no final answer to copy from, most of them binary, results count four times; until the loss is low
+    dict(steps=2000, until_loss=0.38, until_accuracy=math.inf, lr=3e-3, math=96, logic=0, canvas=12, power=1.5,
+         digit_weight=4.0, tasks=5000, grammar=dict(chain=(2, 2), hard=0.75)),
+    # both domains, half of the maps binary, results count twice; until 55 % of the validation prompts are right
+    dict(BOTH, steps=2500, until_loss=0, until_accuracy=0.55, digit_weight=2.0,
+         grammar=dict(chain=(2, 5), hard=0.5)),
+    # both domains as they are, while the learning rate falls to 0
+    dict(BOTH, steps=400, until_loss=0, until_accuracy=math.inf),
 ]
 
 
@@ -170,33 +172,22 @@ def encode(tasks):
     return torch.from_numpy(ids)
 
 
-def make_probe(tasks, canvas):
-    """Questions for the result of a binary map, with all before its clause visible and all after it masked."""
-    ids, pos, answers = [], [], []
-    for task, row in zip(tasks, encode(tasks), strict=True):
-        maps = [word for word in task[0][2:] if word != "="]
-        for i, name in enumerate(maps):
-            if name in BINARY:
-                clause = PROMPT + 6 * i
-                place = clause
-                if not task[1][6 * i].isdigit():         # the forms that write results last
-                    place += 3
-                if name == "b+a":                        # the one map that changes b
-                    place += 1
-                question = row[:PROMPT + canvas].clone()
-                question[place] = MASK
-                question[clause + 6:] = MASK
-                ids.append(question)
-                pos.append(place)
-                answers.append(row[place])
-    return torch.stack(ids), torch.tensor(pos)[:, None], torch.stack(answers)
-
-
 @torch.no_grad()
-def probe_accuracy(model, probe):
-    ids, pos, answers = probe
-    logits = model(ids, torch.ones_like(ids, dtype=torch.bool), pos)[:, 0]               # (n, V)
-    return (logits.argmax(-1) == answers).float().mean().item()
+def accuracy(model, tasks, per_step=4):
+    """The share of right answers when several tokens are decoded per step, the most probable first."""
+    truth = encode(tasks)
+    ids = truth.clone()
+    ids[:, PROMPT:] = MASK
+    pos = torch.arange(PROMPT, PROMPT + LENGTH).expand(len(ids), -1)
+    while (ids == MASK).any():
+        probability, token = model(ids, torch.ones_like(ids, dtype=torch.bool), pos).softmax(-1).max(-1)
+        probability[ids[:, PROMPT:] != MASK] = -1                                         # decoded already
+        best = probability.topk(min(per_step, (ids[0] == MASK).sum())).indices
+        ids.scatter_(1, PROMPT + best, token.gather(1, best))
+    # the last two tokens of a response are its answer
+    last = PROMPT + torch.tensor([len(response) for _, response, _ in tasks])[:, None]
+    answer = last - torch.tensor([2, 1])
+    return (ids.gather(1, answer) == truth.gather(1, answer)).all(1).float().mean().item()
 
 
 def new_model(seed):
@@ -231,11 +222,11 @@ def pretrain(seed):
     model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     logic = encode(draw("logic", "pretrain", 40000, seed))
+    watched = draw("math", "val", 200, 99)
     bar, step = Bar(sum(phase["steps"] for phase in PHASES), "pretrain"), 0
     for number, phase in enumerate(PHASES):
         maths = encode(draw("math", "pretrain", phase["tasks"], seed, **phase["grammar"]))
-        split = "pretrain" if number == 0 else "val"     # chains of two are few: hardly any are left for validation
-        probe = make_probe(draw("math", split, 500, 99, **phase["grammar"]), phase["canvas"])
+        losses = []
         for i in range(phase["steps"]):
             # a batch of both domains
             rng = np.random.default_rng([seed, step])
@@ -254,10 +245,12 @@ def pretrain(seed):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1
+            losses.append(loss.item())
             if step % 50 == 0:
-                accuracy = probe_accuracy(model, probe)
-                bar(step, f"phase {number + 1} of 3 | loss {loss.item():.3f} | binary maps {accuracy:.0%}")
-                if accuracy >= phase["until"]:
+                mean_loss = np.mean(losses[-50:])
+                right = accuracy(model, watched) if number > 0 else 0.0     # the first phase has no final answers
+                bar(step, f"phase {number + 1} of 3 | loss {mean_loss:.3f} | accuracy {right:.0%}")
+                if mean_loss < phase["until_loss"] or right >= phase["until_accuracy"]:
                     break
     return model.eval()
 

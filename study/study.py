@@ -5,90 +5,140 @@ $ python study/study.py out/study           # models, prompts and adapters; resu
 
 A result that is in study/results is neither trained nor measured again.
 """
+import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RESULTS = Path("study/results")
-BASES = [1, 2, 3, 4]
-RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
-LENGTH = ["--length", "34"]
-TRAIN = ["--window", "4", "--batch-size", "32", "--warmup", "20", "--max-steps", "200", "--log-every", "200"]
+from report import BASES, METHODS, RATES, RESULTS, select
+
+ROOT = Path(__file__).parent.parent
+CANVAS = ["--length", "34"]
+VALIDATION, TEST = 200, 250                              # prompts per base and domain
 
 # label: flags of tabom.py; {base} is the base's folder. The last of two equal flags counts
-METHODS = {
+TABOM = "--data {base}/traj.jsonl"
+FLAGS = {
     "sft-gt": "--method sft --data {base}/gt.jsonl",
     "sft-sd": "--method sft --data {base}/traj.jsonl",
     "dinfer": "--method dinfer --data {base}/traj.jsonl",
     "t3d": "--method t3d --data {base}/traj.jsonl",
-    "ce-only": "--lam 0 --data {base}/traj.jsonl",
-    "tabom": "--data {base}/traj.jsonl",
+    "ce-only": f"{TABOM} --lam 0",
+    "tabom": TABOM,
     "pretrain": "--method sft --data {base}/pretrain.jsonl",
+    # further runs
+    "global": f"{TABOM} --window 0",
+    "global-ce-only": f"{TABOM} --window 0 --lam 0",
+    "window-2": f"{TABOM} --window 2",
+    "window-8": f"{TABOM} --window 8",
+    "gamma-0.1": f"{TABOM} --gamma 0.1",
+    "gamma-0.3": f"{TABOM} --gamma 0.3",
+    "lam-2-gamma-0.1": f"{TABOM} --lam 2 --gamma 0.1",
+    "lam-2": f"{TABOM} --lam 2",
+    "lam-2-gamma-0.3": f"{TABOM} --lam 2 --gamma 0.3",
+    "exact": f"{TABOM} --rank-context exact",
+    "tail-drop": f"{TABOM} --tail drop",
+    "all-records": f"{TABOM} --all",
+    "sampled": "--data {base}/sampled.jsonl",
 }
+FURTHER = [label for label in FLAGS if label not in METHODS]
+
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     # keep freed memory: handing it back to the system and fetching it again takes a third of the time
     "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 
-def run(script: str, *flags):
-    """One script of the repository; what it prints goes to a log, its failure ends the study."""
+def run(script: str, *flags) -> bool:
+    """One script of the repository. What it says when it fails is printed; the study goes on without that result."""
     command = [sys.executable, script, *map(str, flags)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
-        print(f"{' '.join(command)}\n{done.stderr}", file=sys.stderr, flush=True)
-        raise SystemExit(done.returncode)
+        print(f"failed, and left out: {' '.join(command)}\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+    return done.returncode == 0
 
 
 def prepare(out: Path, seed: int):
-    """A base model, its prompts, and its own answers."""
+    """A base model, its prompts, and its own answers at temperature 0 and 1."""
+    sys.path.insert(0, str(ROOT))
+    from toy import CONFIG
     base = out / f"base{seed}"
+    # a base is made once; one that another toy.py made would answer nonsense
     if not (base / "model" / "model.safetensors").exists():
         run("toy.py", "--pretrain", "--seed", seed, "--out", base / "model")
+    if json.loads((base / "model" / "config.json").read_text()) != CONFIG:
+        raise SystemExit(f"{base}/model: was made by another toy.py; delete {base}, or give another folder")
     run("toy.py", "--seed", 1000 + seed, "--out", base)
-    decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64, *LENGTH]
+    decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64, *CANVAS]
     run("decode.py", *decode, "--out", base / "traj.jsonl")
+    run("decode.py", *decode, "--temperature", 1, "--out", base / "sampled.jsonl")
     print(f"base {seed}: ready", flush=True)
 
 
-def measure(base: Path, seed: int, split: str, domain: str, name: str, adapter: Path | None = None):
-    folder = RESULTS / f"base{seed}" / f"{split}-{domain}"
-    if (folder / f"{name}.json").exists():
-        return
-    speeds = [1, 2, 4] if domain == "math" else [1]
-    flags = ["--no-base", "--adapter", f"{name}={adapter}"] if adapter else []
-    run("eval.py", "--model", base / "model", "--prompts", base / f"{split}-{domain}.jsonl", "--batch-size", 64,
-        "--parallel", *speeds, "--out", folder, *LENGTH, *flags)
-
-
-def one_run(out: Path, seed: int, label: str, rate: str, split: str):
-    """Trains one adapter and measures it on both domains of a split."""
-    base, name = out / f"base{seed}", f"{label}@{rate}"
-    if all((RESULTS / f"base{seed}" / f"{split}-{domain}" / f"{name}.json").exists() for domain in ("math", "logic")):
-        return
+def train(base: Path, seed: int, name: str) -> list:
+    """Trains the adapter LABEL@RATE unless it is there. Returns [NAME=FOLDER] for eval.py, [] if training failed."""
+    label, rate = name.split("@")
     folder = base / "runs" / name
-    flags = METHODS[label].format(base=base).split()
-    run("tabom.py", "--model", base / "model", "--out", folder, "--resume", "--seed", seed, "--lr", rate, *TRAIN,
-        *LENGTH, *flags)
+    if not (folder / "done").exists():
+        trained = run("tabom.py", "--model", base / "model", "--out", folder, "--resume", "--seed", seed, "--lr", rate,
+                      "--window", 4, "--batch-size", 32, "--warmup", 20, "--max-steps", 200, "--log-every", 200,
+                      *CANVAS, *FLAGS[label].format(base=base).split())
+        if not trained:
+            return []
+        (folder / "done").touch()
     last = max(folder.glob("epoch-*"), key=lambda path: int(path.name.removeprefix("epoch-")))
-    for domain in ("math", "logic"):
-        measure(base, seed, split, domain, "base")
-        measure(base, seed, split, domain, name, last)
-    print(f"base {seed}, {name}: {split} measured", flush=True)
+    return [f"{name}={last}"]
+
+
+def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
+    """Trains adapters of one base and measures them, and the base, on one file of prompts."""
+    results = RESULTS / f"base{seed}" / folder
+    names = [name for name in names if not (results / f"{name}.json").exists()]
+    if names or not (results / "base.json").exists():
+        base = out / f"base{seed}"
+        adapters = sum([train(base, seed, name) for name in names], [])
+        run("eval.py", "--model", base / "model", "--prompts", base / f"{prompts}.jsonl", "--batch-size", 64,
+            "--out", results, *CANVAS, *flags, "--adapter", *adapters)
+        print(f"base {seed}, {folder}: {' '.join(names)}", flush=True)
+
+
+def test(out: Path, seed: int, names: list):
+    job(out, seed, names, "test-math", "test-math", "--limit", TEST, "--parallel", 1, 2, 4, "--tds", 64)
+    job(out, seed, names, "test-logic", "test-logic", "--limit", TEST)
+
+
+def validate(out: Path, seed: int, names: list):
+    job(out, seed, names, "val-math", "val-math", "--limit", VALIDATION, "--parallel", 1, 2, 4)
+    job(out, seed, names, "val-logic", "val-logic", "--limit", VALIDATION)
+
+
+def others(out: Path, seed: int, names: list):
+    """The order swap of the adapters; cross-entropy of references and of own answers under the base."""
+    job(out, seed, names, "swap", "test-math", "--limit", 200, "--parallel", 2, 4, "--swap", "--no-base")
+    base = out / f"base{seed}"
+    job(out, seed, [], "ce", "val-math", "--limit", 200, "--ce", base / "gt.jsonl", base / "traj.jsonl")
 
 
 def main():
-    os.chdir(HERE.parent)                                # results name their files relative to the repository
+    os.chdir(ROOT)                                       # results name their files relative to the repository
     out = Path(sys.argv[1])
     with ThreadPoolExecutor(max_workers=2) as pool:
+        def for_all_bases(what, groups):
+            list(pool.map(lambda one: what(out, *one), [(seed, names) for names in groups for seed in BASES]))
+
         list(pool.map(lambda seed: prepare(out, seed), BASES))
-        # validation of the whole grid first: rates are selected before a method's test prompts are decoded
-        for split in ("val", "test"):
-            jobs = [(out, seed, label, rate, split) for rate in RATES for label in METHODS for seed in BASES]
-            list(pool.map(lambda job: one_run(*job), jobs))
+        # the grid: validation of all first, so that rates are selected before any test prompt is decoded
+        grid = [[f"{label}@{rate}" for label in METHODS] for rate in RATES]
+        for_all_bases(validate, grid)
+        selected = select()
+        print("selected:", " ".join(f"{label}@{rate}" for label, rate in selected.items()), flush=True)
+        for_all_bases(test, grid)
+        # the parts of the method at 1e-3 and at TABOM's own rate, and why
+        rates = dict.fromkeys(["1e-3", selected["tabom"]])
+        for_all_bases(test, [[f"{label}@{rate}" for label in FURTHER] for rate in rates])
+        for_all_bases(others, [[f"{label}@1e-3" for label in METHODS]])
 
 
 if __name__ == "__main__":
