@@ -74,6 +74,8 @@ def parse_args(argv=None):
                         help=".jsonl, .parquet, gsm8k, MixChain-Z-PRM12K or Ling-Coder-SFT")
     parser.add_argument("--out", help="trajectories, one JSON object per line; continued if it exists")
     parser.add_argument("--show", action="store_true", help="print the first prompt's decoding in colour")
+    parser.add_argument("--compile", action="store_true",
+                        help="torch.compile the blocks: faster steps after a slow start")
     add_decoding_flags(parser)
     return parser.parse_args(argv)
 
@@ -465,6 +467,8 @@ def main():
     model = load_model(config, device, dtype)
     if args.adapter:
         lora.load(model, args.adapter)
+    if args.compile:
+        model.compile_blocks()
 
     # decode; every finished row is written at once
     bar, start = Bar(total, "decode"), time.time()

@@ -184,6 +184,13 @@ class Model(nn.Module):
         x = x.gather(1, pos[..., None].expand(-1, -1, x.shape[-1]))                          # (B, W, C)
         return self.head(self.norm(x))
 
+    def compile_blocks(self, backend="inductor"):
+        """Block by block: all blocks share one graph, and any length uses it (dynamic)."""
+        # training, decoding and a disabled adapter each need a graph of their own
+        torch._dynamo.config.recompile_limit = 64
+        for block in self.blocks:
+            block.compile(dynamic=True, backend=backend)
+
 # -----------------------------------------------------------------------------
 # checkpoints and tokenizers
 

@@ -89,6 +89,8 @@ def parse_args(argv=None):
                         help="dtype of the base model (default: bf16 on CUDA, else fp32)")
     parser.add_argument("--grad-checkpoint", action="store_true",
                         help="recompute blocks: less memory, a third slower")
+    parser.add_argument("--compile", action="store_true",
+                        help="torch.compile the blocks: faster steps after a slow start")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--save-every", type=int, default=100, help="steps between resume points")
     parser.add_argument("--log-every", type=int, default=10,
@@ -258,7 +260,7 @@ def get_lr(step, args, total_steps):
 
 # flags that may differ when a run is resumed; the global batch must stay the same
 MAY_CHANGE = ("out", "resume", "save_every", "log_every", "timeout", "batch_size", "grad_accum", "grad_checkpoint",
-              "wandb")
+              "compile", "wandb")
 
 def save_resume(path, params, optimizer, step, settings):
     tensors = {}
@@ -306,6 +308,8 @@ def main():
     model = load_model(config, device, dtype)
     model.grad_checkpoint = args.grad_checkpoint
     params = lora.add(model, args.lora_targets, args.lora_r, args.lora_alpha, args.seed)
+    if args.compile:
+        model.compile_blocks()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
     lam = args.lam if args.method == "tabom" else 0.0
     logged = ["loss", "ce", "rank", "in_order"] if lam > 0 else ["loss", "ce"]
@@ -425,4 +429,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except torch.OutOfMemoryError as e:
+        e.add_note("Use a smaller --batch-size with more --grad-accum, or --grad-checkpoint.")
+        raise

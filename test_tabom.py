@@ -489,6 +489,25 @@ def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
     assert 190e6 < size < 210e6 and 0.9 * size < int(run.stdout) < 1.3 * size, int(run.stdout) / size
 
 
+def test_compiled_blocks_compute_the_same(folders):
+    """By the aot_eager backend, which traces and differentiates as the default one does, and needs no compiler."""
+    plain, compiled = adapted(folders["Dream"]), adapted(folders["Dream"])
+    compiled.compile_blocks(backend="aot_eager")
+    for lengths in ((7, 3, 12), (5, 9)):
+        ids, attend, _ = ragged("Dream", lengths)
+        results = []
+        for net in (plain, compiled):
+            y = full(net, ids, attend)
+            y.square().mean().backward()
+            with torch.no_grad(), lora.disabled(net):
+                base = full(net, ids, attend)
+            results.append([y, base, *(p.grad for p in lora.parameters(net).values())])
+            net.zero_grad()
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
 def test_rms_norm_is_the_written_out_norm_bit_for_bit():
     """In fp32 and bf16: normalise in fp32, round, then multiply by the weight."""
     norm = models.RMSNorm(48, 1e-6)
