@@ -63,7 +63,7 @@ def add_decoding_flags(parser):
     parser.add_argument("--seed", type=int, default=0, help="seeds sampling, together with the prompt's id")
     parser.add_argument("--limit", type=int, default=0, help="only the first prompts")
     parser.add_argument("--dtype", choices=["bf16", "fp32"],
-                        help="of the weights (default: bf16 on CUDA, else fp32)")
+                        help="of the weights (default: bf16 if the GPU has it, else fp32)")
 
 
 def parse_args(argv=None):
@@ -114,7 +114,8 @@ def make_settings(args, config, end_ids) -> Settings:
     # lengths, blocks and steps must fit each other
     block = args.block or min(own["block"], args.length) or args.length
     if args.length % block:
-        stop(f"--length {args.length} --block {block}: the length must be a multiple of the block")
+        whose = "--block" if args.block else "the model's own block"
+        stop(f"--length {args.length}, {whose} {block}: the length must be a multiple of the block")
     blocks = args.length // block
     if sum([args.steps > 0, args.tokens_per_step > 0, args.threshold is not None]) > 1:
         stop("--steps, --tokens-per-step, --threshold: each says how many tokens a step unmasks; give one of them")

@@ -290,8 +290,9 @@ class Harness:
     def task_args(self, task, own_length):
         """The benchmark's own length and block, unless flags say otherwise; the harness applies the chat template."""
         own = benchmark_settings(task, self.config.model_type) or (own_length, 0, None)
-        changed = {"raw_prompt": True, "length": self.args.length or own[0], "block": self.args.block or own[1],
-                   "suppress_eos": self.args.suppress_eos or own[2]}
+        length, block, suppress_eos = own
+        changed = {"raw_prompt": True, "length": self.args.length or length, "block": self.args.block or block,
+                   "suppress_eos": self.args.suppress_eos or suppress_eos}
         return Namespace(**vars(self.args) | changed)
 
     def generate_until(self, requests):

@@ -82,10 +82,13 @@ class Config:
     positions: int                     # the longest sequence the model was made for
     mask_id: int
     eos_id: int
-    head_dim: int = 0                  # 0: width / heads
+    head_dim: int = 0                  # 0: width / heads, see below
     model_type: str = ""               # its key in FAMILIES
     name: str = ""                     # hub name or folder, as the user gave it
     folder: Path | None = None         # where the files are
+
+    def __post_init__(self):
+        self.head_dim = self.head_dim or self.width // self.heads
 
 # -----------------------------------------------------------------------------
 # the transformer
@@ -110,7 +113,7 @@ def rotate(x, cos, sin):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        D = c.head_dim or c.width // c.heads
+        D = c.head_dim
         bias, qk_norm = c.family["qkv_bias"], c.family["qk_norm"]
         self.heads, self.kv_heads = c.heads, c.kv_heads
         # attention; Qwen3-like families normalise q and k per head
@@ -165,7 +168,7 @@ class Model(nn.Module):
         # RoPE counts real tokens only
         first = (~attend).sum(1, keepdim=True)                                               # (B, 1)  first real token
         index = (torch.arange(T, device=ids.device) - first).clamp(min=0)                    # (B, T)
-        D = c.head_dim or c.width // c.heads
+        D = c.head_dim
         freq = 1.0 / c.theta ** (torch.arange(0, D, 2, device=ids.device).float() / D)       # (D / 2,)
         angle = (index[:, None, :, None] * freq).repeat(1, 1, 1, 2)                          # (B, 1, T, D)
         x = self.embed(ids)                                                                  # (B, T, C)

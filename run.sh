@@ -6,7 +6,8 @@
 #   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
 #   ./run.sh study          the study of study/protocol.md, about 3 hours
 #   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code.
-# DRY_RUN=1 prints the commands; `python bench.py --plan dream` (or llada, small) says what they cost on a GPU.
+# With DRY_RUN=1 small and the paper's experiments only print their commands; `python bench.py --plan small` (or dream,
+# llada) says what they cost.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -24,6 +25,7 @@ SMALL_TEST=${SMALL_TEST:-400}
 SMALL_LENGTH=${SMALL_LENGTH:-256}                   # response tokens
 SMALL_BLOCK=${SMALL_BLOCK:-32}
 SMALL_METHODS=${SMALL_METHODS:-sft tabom}           # of sft, dinfer, t3d, tabom
+SMALL_EPOCHS=${SMALL_EPOCHS:-5}
 SMALL_TRAIN=${SMALL_TRAIN:-}                        # more flags for tabom.py
 
 environment() {                 # two minutes the first time, and again when the requirements change
@@ -76,7 +78,7 @@ toy() {
     run "$PYTHON" toy.py --out "$d" --test 200
     run "$PYTHON" -m torch.distributed.run --nproc_per_node 2 decode.py --model study/base --prompts "$d/train.jsonl" \
         --length 34 --batch-size 64 --out "$d/traj.jsonl"
-    sort -o "$d/traj.jsonl" "$d/traj.jsonl"
+    LC_ALL=C sort -o "$d/traj.jsonl" "$d/traj.jsonl"
 
     # six ways to post-train it, at two learning rates (2 minutes)
     for rate in 3e-4 1e-3; do
@@ -124,8 +126,8 @@ small() {
         --out "$d/traj.jsonl"
     for method in $SMALL_METHODS; do
         run "$PYTHON" tabom.py --model "$SMALL_MODEL" --out "$d/$method" --resume --method $method \
-            --data "$d/traj.jsonl" $SMALL_TRAIN
-        adapters+=("$method=$d/$method/epoch-5")
+            --epochs $SMALL_EPOCHS --data "$d/traj.jsonl" $SMALL_TRAIN
+        adapters+=("$method=$d/$method/epoch-$SMALL_EPOCHS")
     done
     run "$PYTHON" eval.py --model "$SMALL_MODEL" --adapter "${adapters[@]}" --prompts "$SMALL_TEST_DATA" \
         --limit $SMALL_TEST $decode --tds 32 --pictures --out "$d/results"
@@ -135,7 +137,7 @@ small() {
 
 paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
     local model prompts limit flags block="" d=$OUT/$1-$2
-    local accum=$((GPUS < 8 ? 8 / GPUS : 1))        # the global batch is 32
+    local accum=$((GPUS < 8 ? 8 / GPUS : 1))        # 1, 2, 4 and 8 GPUs have the same global batch, 32
     case $1-$2 in               # as released
         dream-math) flags="--lam 1 --gamma 0.1" ;;
         dream-code) flags="--lam 2 --gamma 0.1 --lr 1e-4 --cut non-ltr --grad-accum $((2 * accum))" ;;

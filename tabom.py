@@ -86,7 +86,7 @@ def parse_args(argv=None):
                         help="seeds the adapter, the sample order and the cuts")
     # system
     parser.add_argument("--dtype", choices=["bf16", "fp32"],
-                        help="dtype of the base model (default: bf16 on CUDA, else fp32)")
+                        help="dtype of the base model (default: bf16 if the GPU has it)")
     parser.add_argument("--grad-checkpoint", action="store_true",
                         help="recompute blocks: less memory, a third slower")
     parser.add_argument("--compile", action="store_true",

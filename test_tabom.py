@@ -1548,6 +1548,16 @@ def test_non_finite_gradient_stops_with_step_and_samples_and_keeps_the_last_good
     assert all(x.isfinite().all() for x in load_file(tmp_path / "run" / "resume.safetensors").values())
 
 
+def test_out_of_memory_ends_with_the_flags_that_help(train, monkeypatch, tmp_path):
+    def too_much(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(models.Model, "forward", too_much)
+    monkeypatch.setattr(sys, "argv", f"tabom.py --data {train.data} --out {tmp_path / 'run'}".split())
+    with pytest.raises(torch.OutOfMemoryError) as e:
+        runpy.run_path(str(HERE / "tabom.py"), run_name="__main__")
+    assert "--batch-size" in e.value.__notes__[0] and "--grad-checkpoint" in e.value.__notes__[0]
+
+
 def test_out_of_another_run_is_refused(train, folders, refused):
     out, flags = train("run", "--max-steps 4"), "--max-steps 4 --resume"
     files = lambda: {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
@@ -1904,7 +1914,7 @@ def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tm
     prompts, d = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "out" / "small"
     env = CHILD | dict(PYTHON=sys.executable, OUT=str(tmp_path / "out"), SMALL_MODEL=folders[family], SMALL_CPU="1",
                        SMALL_DATA=prompts, SMALL_TEST_DATA=prompts, SMALL_PROMPTS="6", SMALL_TEST="3",
-                       SMALL_LENGTH="16", SMALL_BLOCK="8", SMALL_TRAIN="--all --window 4 --lr 0.01")
+                       SMALL_LENGTH="16", SMALL_BLOCK="8", SMALL_EPOCHS="3", SMALL_TRAIN="--all --window 4 --lr 0.01")
     done = subprocess.run(["./run.sh", "small"], cwd=HERE, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {r["decode"]["block"] for r in read_lines(d / "traj.jsonl")} == {8}
@@ -1912,7 +1922,7 @@ def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tm
         result = json.loads((d / "results" / f"{name}.json").read_text())
         assert result["accuracy"]["p/1"]["n"] == 3 and result["tds"] > 0
     # the merged checkpoint decodes as the adapter does
-    adapter, merged = d / "tabom" / "epoch-5", tmp_path / "merged"
+    adapter, merged = d / "tabom" / "epoch-3", tmp_path / "merged"
     flags = f"--model {folders[family]} --adapter {adapter} --out {merged}"
     subprocess.run([sys.executable, "lora.py", *flags.split()], cwd=HERE, env=CHILD, check=True)
     decode_flags = f"--prompts {prompts} --length 16 --block 8"

@@ -10,8 +10,8 @@ logic    rs4312==       ->  do r get 2134; use s see 1234; ####1234
          one or two of reverse, sort, increment, turn on four digits, each in one of two forms
 
 math is what we post-train on, logic is watched for forgetting. The form words are easy and the results are hard, so a
-decoder that decodes results too early is wrong. The reference answers for SFT-GT use the third, rarer form only. Every
-prompt belongs to one split by a hash of its text, so no two splits can share one.
+decoder that decodes results too early is wrong. The reference answers for SFT-GT use the third form only, a rare one.
+Every prompt belongs to one split by a hash of its text, so no two splits can share one.
 """
 import json
 import math
@@ -146,7 +146,7 @@ def write_prompts(out: Path, seed: int, train: int, test: int):
 
 # -----------------------------------------------------------------------------
 # pretraining, in three phases. Binary maps are the hard part: mixed in evenly, some seeds never learn them. A phase
-# ends by what was learned, not by a number of steps, so that all seeds end alike
+# ends when its aim is reached, at the latest after `steps`, so that all seeds end alike
 
 BOTH = dict(lr=1.8e-3, math=44, logic=44, canvas=LENGTH, power=1, digit_weight=1.0, tasks=60000,
             grammar=dict(chain=(2, 5)))
@@ -180,7 +180,9 @@ def accuracy(model, tasks, per_step=4):
     ids[:, PROMPT:] = MASK
     pos = torch.arange(PROMPT, PROMPT + LENGTH).expand(len(ids), -1)
     while (ids == MASK).any():
-        probability, token = model(ids, torch.ones_like(ids, dtype=torch.bool), pos).softmax(-1).max(-1)
+        logits = model(ids, torch.ones_like(ids, dtype=torch.bool), pos)
+        logits[..., MASK] = -torch.inf
+        probability, token = logits.softmax(-1).max(-1)
         probability[ids[:, PROMPT:] != MASK] = -1                                         # decoded already
         best = probability.topk(min(per_step, (ids[0] == MASK).sum())).indices
         ids.scatter_(1, PROMPT + best, token.gather(1, best))
@@ -249,7 +251,7 @@ def pretrain(seed):
             if step % 50 == 0:
                 mean_loss = np.mean(losses[-50:])
                 right = accuracy(model, watched) if number > 0 else 0.0     # the first phase has no final answers
-                bar(step, f"phase {number + 1} of 3 | loss {mean_loss:.3f} | accuracy {right:.0%}")
+                bar(step, f"phase {number + 1} of {len(PHASES)} | loss {mean_loss:.3f} | accuracy {right:.0%}")
                 if mean_loss < phase["until_loss"] or right >= phase["until_accuracy"]:
                     break
     return model.eval()

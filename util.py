@@ -74,8 +74,9 @@ def setup_device(dtype: str | None = None):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= torch.cuda.device_count():
             stop(f"--nproc_per_node: there are only {torch.cuda.device_count()} GPUs; start as many processes")
-        # older cards only emulate bf16
-        device, default = f"cuda:{local_rank}", "bf16" if torch.cuda.is_bf16_supported(False) else "fp32"
+        device = f"cuda:{local_rank}"
+        if torch.cuda.is_bf16_supported(False):          # False: cards that only emulate it do not count
+            default = "bf16"
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
         # cuDNN's masked attention gives NaN gradients on H100 with torch 2.13 (pytorch#196678), and it builds a plan

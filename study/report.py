@@ -18,11 +18,21 @@ METHODS = {"sft-gt": "SFT-GT", "sft-sd": "SFT-SD", "dinfer": "dInfer", "t3d": "T
 OWN_ANSWERS = ["sft-sd", "dinfer", "t3d", "ce-only"]     # the other methods that train on the base's own answers
 COLUMNS = {"math at 1 per step": ("math", 1), "at 2": ("math", 2), "at 4": ("math", 4), "logic": ("logic", 1)}
 SPEEDS = list(COLUMNS)[:3]
+ERRORS = 3.2                                             # Student's t with 3 degrees of freedom: a 95 % interval
+SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
+         "base's tokens, adapter's order": "base's tokens, own order"}
 
 
 def accuracy(path: Path, key: str) -> float:
     """Per cent."""
     return 100 * json.loads(path.read_text())["accuracy"][key]["share"]
+
+
+def swapped(path: Path, part: str, k: int) -> float:
+    """Per cent at k tokens per step; part is a key of SWAPS."""
+    result, key = json.loads(path.read_text()), f"test-math/{k}"
+    found = result["accuracy"][key] if part == "own" else result["swap"][key][part]
+    return 100 * found["share"]
 
 # -----------------------------------------------------------------------------
 # the demonstration
@@ -45,15 +55,8 @@ def demo(folder: Path):
     print(f"{'':8} {'own tokens, own order':>22} {'own tokens, base order':>23} {'base tokens, own order':>23}")
     print(f"{'base':8} {base[1]:>15.1f} / {base[2]:.1f}")
     for label in ("ce-only", "tabom"):
-        result = json.loads((folder / "swap" / f"{label}@1e-3.json").read_text())
-        cells = []
-        for part in ("own", "adapter's tokens, base's order", "base's tokens, adapter's order"):
-            found = []
-            for k in (2, 4):
-                key = f"test-math/{k}"
-                source = result["accuracy"][key] if part == "own" else result["swap"][key][part]
-                found.append(f"{100 * source['share']:.1f}")
-            cells.append(" / ".join(found))
+        path = folder / "swap" / f"{label}@1e-3.json"
+        cells = [" / ".join(f"{swapped(path, part, k):.1f}" for k in (2, 4)) for part in SWAPS]
         print(f"{METHODS[label]:8} {cells[0]:>22} {cells[1]:>23} {cells[2]:>23}")
     print("""
 Look at how 2 and 4 tokens per step, and logic, change from the rate 3e-4 to 1e-3: who keeps what the base could do?
@@ -63,10 +66,20 @@ The last column of the swap is about order alone: the base's own tokens, in the 
 # -----------------------------------------------------------------------------
 # the study: every value is a list over bases, so that differences are paired
 
-def values(name: str, column: str, split="test") -> list:
+def values(name: str, column: str, split="test", bases=BASES) -> list:
     domain, k = COLUMNS[column]
     folder = f"{split}-{domain}"
-    return [accuracy(RESULTS / f"base{seed}" / folder / f"{name}.json", f"{folder}/{k}") for seed in BASES]
+    return [accuracy(RESULTS / f"base{seed}" / folder / f"{name}.json", f"{folder}/{k}") for seed in bases]
+
+
+def rates_of(label: str, split="test") -> list:
+    """The rates at which a method was measured on every base; one that diverged is left out."""
+    files = f"{split}-math/{label}@{{}}.json"
+    return [rate for rate in RATES if all((RESULTS / f"base{seed}" / files.format(rate)).exists() for seed in BASES)]
+
+
+def tds(name: str) -> list:
+    return [json.loads((RESULTS / f"base{seed}" / "test-math" / f"{name}.json").read_text())["tds"] for seed in BASES]
 
 
 def minus(a: list, b: list) -> list:
@@ -90,38 +103,35 @@ def error(xs: list) -> float:
     return stdev(xs) / sqrt(len(xs))
 
 
-def show(xs: list) -> str:
-    return f"{mean(xs):+.1f} ± {error(xs):.1f}"
+def show(xs: list, digits=1) -> str:
+    return f"{mean(xs):+.{digits}f} ± {error(xs):.{digits}f}"
 
 
 def select() -> dict:
     """{method: rate} by the protocol's rule, from validation prompts alone."""
     selected = {}
     for label in METHODS:
-        def score(rate):
-            return mean(speeds(f"{label}@{rate}", split="val"))
-
-        def forgotten(rate):
-            return -mean(gain(f"{label}@{rate}", "logic", "val"))
-
-        keep = [rate for rate in RATES if forgotten(rate) <= 2]
-        selected[label] = max(keep, key=score) if keep else min(RATES, key=forgotten)
+        rates = rates_of(label, "val")
+        score = {rate: mean(speeds(f"{label}@{rate}", split="val")) for rate in rates}
+        lost = {rate: -mean(gain(f"{label}@{rate}", "logic", "val")) for rate in rates}
+        keep = [rate for rate in rates if lost[rate] <= 2 + 1e-9]
+        selected[label] = max(keep, key=score.get) if keep else min(rates, key=lost.get)
     return selected
 
 
 def verdict(xs: list, above=0.0) -> str:
     distance = mean(xs) - above
-    if abs(distance) <= 2 * error(xs):
+    if abs(distance) <= ERRORS * error(xs):
         return "not shown"
     return "shown" if distance > 0 else "contrary"
 
 
 def verdicts(best: dict) -> list:
-    """(claim, what is compared, differences, threshold): the claim is that their mean is above the threshold."""
+    """Rows of the table of claims. A claim is that the mean of some differences is above a threshold."""
     rows = []
 
-    def claim(name, compared, differences, above=0.0):
-        rows.append((name, compared, differences, above))
+    def claim(name, compared, differences, above=0.0, digits=1):
+        rows.append([name, compared, show(differences, digits), verdict(differences, above)])
 
     selected = {label: f"{label}@{rate}" for label, rate in best.items()}
     tabom, one, fast = selected["tabom"], SPEEDS[0], SPEEDS[1:]
@@ -129,7 +139,7 @@ def verdicts(best: dict) -> list:
     for ratio in ("0.2", "0.5", "0.8"):
         curves = [json.loads((RESULTS / f"base{seed}/ce/base.json").read_text())["ce"] for seed in BASES]
         harder = [curve["ground truth"][ratio] - curve["self-distilled"][ratio] for curve in curves]
-        claim("own answers are easier to fit", f"CE of references - own answers, mask ratio {ratio}", harder)
+        claim("own answers are easier to fit", f"CE of references - own answers, mask ratio {ratio}", harder, digits=3)
 
     # who forgets, who gains
     for rate in dict.fromkeys([best["sft-gt"], "1e-3"]):
@@ -149,8 +159,8 @@ def verdicts(best: dict) -> list:
 
     trained = {label: tds(selected[label]) for label in ["sft-gt", *OWN_ANSWERS]}
     other = max(trained, key=lambda label: mean(trained[label]))
-    claim("largest TDS", "TABOM - base", minus(tds(tabom), tds("base")))
-    claim("largest TDS", f"TABOM - {METHODS[other]}", minus(tds(tabom), trained[other]))
+    claim("largest TDS", "TABOM - base", minus(tds(tabom), tds("base")), digits=3)
+    claim("largest TDS", f"TABOM - {METHODS[other]}", minus(tds(tabom), trained[other]), digits=3)
 
     # 2 and 4 tokens per step
     other = max(OWN_ANSWERS, key=lambda label: mean(speeds(selected[label], fast)))
@@ -158,7 +168,7 @@ def verdicts(best: dict) -> list:
           minus(speeds(tabom, fast), speeds(selected[other], fast)))
     everywhere = {}
     for label in ["tabom", *OWN_ANSWERS]:
-        everywhere[label] = average([speeds(f"{label}@{rate}", fast) for rate in RATES])
+        everywhere[label] = average([speeds(f"{label}@{rate}", fast) for rate in rates_of(label)])
     other = max(OWN_ANSWERS, key=lambda label: mean(everywhere[label]))
     claim("robust at 2 and 4 per step", f"TABOM - {METHODS[other]}, mean over all rates",
           minus(everywhere["tabom"], everywhere[other]))
@@ -174,41 +184,21 @@ def verdicts(best: dict) -> list:
     return rows
 
 
-def tds(name: str) -> list:
-    return [json.loads((RESULTS / f"base{seed}" / "test-math" / f"{name}.json").read_text())["tds"] for seed in BASES]
-
-
-def swap_rows() -> list:
-    rows = []
-    for label in METHODS:
-        cells = []
-        for part in ("own", "adapter's tokens, base's order", "base's tokens, adapter's order"):
-            for k in (2, 4):
-                key, found = f"test-math/{k}", []
-                for seed in BASES:
-                    result = json.loads((RESULTS / f"base{seed}" / "swap" / f"{label}@1e-3.json").read_text())
-                    source = result["accuracy"][key] if part == "own" else result["swap"][key][part]
-                    found.append(100 * source["share"])
-                cells.append(found)
-        rows.append((METHODS[label], cells))
-    return rows
-
-
 def draw_rates(path: Path):
     """The study's result: points over the base against the learning rate, a line per method, a band of one error."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), dpi=130, layout="constrained", sharex=True)
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.8), dpi=130, layout="constrained", sharex=True)
     for panel, column in zip(panels, COLUMNS, strict=True):
         for label, name in METHODS.items():
-            gains = [gain(f"{label}@{rate}", column) for rate in RATES]
-            middle = [mean(xs) for xs in gains]
+            rates = rates_of(label)
+            x = [RATES.index(rate) for rate in rates]
+            gains = [gain(f"{label}@{rate}", column) for rate in rates]
             style = dict(color="crimson", linewidth=2.4) if label == "tabom" else dict(linewidth=1.2)
-            line, = panel.plot(range(len(RATES)), middle, marker="o", markersize=3, label=name, **style)
-            low = [m - error(xs) for m, xs in zip(middle, gains, strict=True)]
-            high = [m + error(xs) for m, xs in zip(middle, gains, strict=True)]
-            panel.fill_between(range(len(RATES)), low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+            line, = panel.plot(x, [mean(xs) for xs in gains], marker="o", markersize=3, label=name, **style)
+            low, high = [mean(xs) - error(xs) for xs in gains], [mean(xs) + error(xs) for xs in gains]
+            panel.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
         panel.axhline(0, color="grey", linewidth=0.8)
         panel.set(title=column, xlabel="learning rate")
         panel.set_xticks(range(len(RATES)), RATES)
@@ -225,51 +215,57 @@ def table(head: list, rows: list) -> str:
 
 
 def study():
+    """report.md and rates.png."""
     best = select()
     n = json.loads((RESULTS / "base1/test-math/base.json").read_text())["accuracy"]["test-math/1"]["n"]
     text = ["# The toy study: what was found\n",
-            f"By `python study/report.py study` from study/results; protocol.md says how. {len(BASES)} bases, "
-            f"{n} test prompts per base and domain; ± is the standard error over bases, of paired differences.\n"]
+            f"Made by `python study/report.py study` from study/results; protocol.md says how. {len(BASES)} bases, {n} "
+            "test prompts per base and domain. ± is the standard error over bases, of paired differences.\n"]
 
-    rows = [[f"{seed}", *(f"{values('base', column)[i]:.1f}" for column in COLUMNS)] for i, seed in enumerate(BASES)]
+    rows = [[str(seed), *(f"{values('base', column)[i]:.1f}" for column in COLUMNS)] for i, seed in enumerate(BASES)]
     text += ["**The bases**, per cent right\n", table(["seed", *COLUMNS], rows)]
 
-    rows = [[METHODS[label], rate, *(show(gain(f"{label}@{rate}", column)) for column in COLUMNS),
-             show_small(tds(f"{label}@{rate}"))] for label, rate in best.items()]
-    rows.append(["base", "", *[""] * len(COLUMNS), show_small(tds("base"))])
-    text += ["**Each method at its selected rate**, points over the base\n",
-             table(["method", "rate", *COLUMNS, "TDS"], rows)]
-
-    rows = [[METHODS[label], rate, *(show(gain(f"{label}@{rate}", column)) for column in COLUMNS)]
-            for rate in RATES for label in METHODS]
-    text += ["**All rates** (study/rates.png)\n", table(["method", "rate", *COLUMNS], rows)]
+    head = ["method", "rate", *COLUMNS, "TDS over the base"]
+    rows = []
+    for label, rate in best.items():
+        name = f"{label}@{rate}"
+        rows.append([METHODS[label], rate, *(show(gain(name, column)) for column in COLUMNS),
+                     show(minus(tds(name), tds("base")), 3)])
+    text += ["**Each method at its selected rate**, points over the base\n", table(head, rows)]
 
     rows = []
-    for claim, compared, xs, above in verdicts(best):
-        shown = show(xs) if abs(mean(xs)) >= 0.5 else f"{mean(xs):+.3f} ± {error(xs):.3f}"
-        rows.append([claim, compared, shown, verdict(xs, above)])
-    text += ["**Claims**\n", table(["claim", "difference", "mean ± error", "verdict"], rows)]
+    for rate in RATES:
+        for label in METHODS:
+            cells = ["diverged"] * len(COLUMNS)
+            if rate in rates_of(label):
+                cells = [show(gain(f"{label}@{rate}", column)) for column in COLUMNS]
+            rows.append([METHODS[label], rate, *cells])
+    text += ["**All rates**, points over the base; the same as study/rates.png\n", table(head[:-1], rows)]
+
+    text += ["**Claims**\n", table(["claim", "difference", "mean ± error", "verdict"], verdicts(best))]
 
     rows = []
     for rate in dict.fromkeys(["1e-3", best["tabom"]]):
-        names = sorted({path.stem for path in RESULTS.glob(f"base1/test-math/*@{rate}.json")})
+        names = [path.stem for path in sorted(RESULTS.glob(f"base1/test-math/*@{rate}.json"))]
         for name in names:
             label = name.split("@")[0]
-            if label not in METHODS or label in ("ce-only", "tabom"):
+            if (label not in METHODS or label in ("ce-only", "tabom")) and rate in rates_of(label):
                 rows.append([label, rate, *(show(gain(name, column)) for column in COLUMNS)])
     text += ["**Parts of the method**, points over the base\n", table(["run", "rate", *COLUMNS], rows)]
 
-    head = ["rate 1e-3, per cent right", "own, at 2", "at 4", "own tokens in the base's order, at 2", "at 4",
-            "base's tokens in its order, at 2", "at 4"]
-    rows = [[name, *(f"{mean(cell):.1f} ± {error(cell):.1f}" for cell in cells)] for name, cells in swap_rows()]
-    text += ["**The swap**\n", table(head, rows)]
+    rows = []
+    for label in METHODS:
+        cells = []
+        for part in SWAPS:
+            for k in (2, 4):
+                found = [swapped(RESULTS / f"base{seed}/swap/{label}@1e-3.json", part, k) for seed in BASES]
+                cells.append(f"{mean(found):.1f} ± {error(found):.1f}")
+        rows.append([METHODS[label], *cells])
+    head = ["rate 1e-3", *(f"{title}, at {k}" for title in SWAPS.values() for k in (2, 4))]
+    text += ["**The swap**, per cent right; \"own\" is the adapter's\n", table(head, rows)]
     Path("study/report.md").write_text("\n".join(text))
     draw_rates(Path("study/rates.png"))
     print("study/report.md, study/rates.png")
-
-
-def show_small(xs: list) -> str:
-    return f"{mean(xs):.3f} ± {error(xs):.3f}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from report import BASES, METHODS, RATES, RESULTS, select
+from report import BASES, METHODS, RATES, RESULTS, SPEEDS, select, values
 
 ROOT = Path(__file__).parent.parent
 CANVAS = ["--length", "34"]
@@ -65,7 +65,7 @@ def prepare(out: Path, seed: int):
     sys.path.insert(0, str(ROOT))
     from toy import CONFIG
     base = out / f"base{seed}"
-    # a base is made once; one that another toy.py made would answer nonsense
+    # a base is made once; one of other words or sizes would answer nonsense
     if not (base / "model" / "model.safetensors").exists():
         run("toy.py", "--pretrain", "--seed", seed, "--out", base / "model")
     if json.loads((base / "model" / "config.json").read_text()) != CONFIG:
@@ -74,7 +74,11 @@ def prepare(out: Path, seed: int):
     decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64, *CANVAS]
     run("decode.py", *decode, "--out", base / "traj.jsonl")
     run("decode.py", *decode, "--temperature", 1, "--out", base / "sampled.jsonl")
-    print(f"base {seed}: ready", flush=True)
+    validate(out, seed, [])
+    able = [values("base", column, "val", [seed])[0] for column in SPEEDS]
+    if min(able) < 30:
+        raise SystemExit(f"base {seed}: only {able} % right; put another seed into BASES of study/report.py")
+    print(f"base {seed}: ready, {able} % right at 1, 2 and 4 tokens per step", flush=True)
 
 
 def train(base: Path, seed: int, name: str) -> list:
@@ -96,7 +100,7 @@ def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
     """Trains adapters of one base and measures them, and the base, on one file of prompts."""
     results = RESULTS / f"base{seed}" / folder
     names = [name for name in names if not (results / f"{name}.json").exists()]
-    if names or not (results / "base.json").exists():
+    if names or not ("--no-base" in flags or (results / "base.json").exists()):
         base = out / f"base{seed}"
         adapters = sum([train(base, seed, name) for name in names], [])
         run("eval.py", "--model", base / "model", "--prompts", base / f"{prompts}.jsonl", "--batch-size", 64,
@@ -118,17 +122,22 @@ def others(out: Path, seed: int, names: list):
     """The order swap of the adapters; cross-entropy of references and of own answers under the base."""
     job(out, seed, names, "swap", "test-math", "--limit", 200, "--parallel", 2, 4, "--swap", "--no-base")
     base = out / f"base{seed}"
-    job(out, seed, [], "ce", "val-math", "--limit", 200, "--ce", base / "gt.jsonl", base / "traj.jsonl")
+    job(out, seed, [], "ce", "val-math", "--limit", 1, "--ce", base / "gt.jsonl", base / "traj.jsonl")
 
 
 def main():
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
     os.chdir(ROOT)                                       # results name their files relative to the repository
     out = Path(sys.argv[1])
     with ThreadPoolExecutor(max_workers=2) as pool:
         def for_all_bases(what, groups):
-            list(pool.map(lambda one: what(out, *one), [(seed, names) for names in groups for seed in BASES]))
+            jobs = [pool.submit(what, out, seed, names) for names in groups for seed in BASES]
+            for done in jobs:
+                done.result()
 
-        list(pool.map(lambda seed: prepare(out, seed), BASES))
+        for done in [pool.submit(prepare, out, seed) for seed in BASES]:
+            done.result()
         # the grid: validation of all first, so that rates are selected before any test prompt is decoded
         grid = [[f"{label}@{rate}" for label in METHODS] for rate in RATES]
         for_all_bases(validate, grid)
