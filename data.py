@@ -259,8 +259,11 @@ def from_states(place: str, row: dict, mask_id: int) -> dict:
     first = (tokens != mask_id).argmax(0)                                       # (N,)
     # the list may begin with an empty canvas: count the steps that decoded something
     step = np.where(decoded, np.searchsorted(np.unique(first[decoded]), first), -1)
-    return {"id": row.get("idx"), "prompt": row.get("question"), "answer": row.get("gt_answer"), "kind": "math",
-            "prompt_token_ids": prompt, "response_token_ids": tokens[-1].tolist(), "decoding_order": step.tolist()}
+    record = {"id": row.get("idx"), "prompt": row.get("question"), "prompt_token_ids": prompt,
+              "response_token_ids": tokens[-1].tolist(), "decoding_order": step.tolist()}
+    if "gt_answer" in row:
+        record["gt_answer"] = row["gt_answer"]
+    return record
 
 
 def encode_ground_truth(record: dict, tok, length: int) -> list[int]:
@@ -280,10 +283,9 @@ def decoder_of(row: dict) -> dict:
 
 def read_trajectory(place: str, row: dict, number: int, args, config, tok):
     """A row as a Trajectory, or the reason why it is left out."""
-    judge_anew = "trajectory" in row                     # d3LLM calls every answer right
-    if judge_anew:
-        row = from_states(place, row, config.mask_id)
     row = {key: value for key, value in row.items() if value is not None}        # parquet fills up with nulls
+    if "trajectory" in row:                              # another format is another function like this one
+        row = from_states(place, row, config.mask_id)
     if args.decoder and row.get("method") not in args.decoder:
         return "of another --decoder"
     model = decoder_of(row)
@@ -291,7 +293,8 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
         stop(f"{place}: decoded by {model['name']} (mask {model['mask_id']}, vocabulary {model['vocab_size']}), but "
              f"{config.name} has mask {config.mask_id}, vocabulary {config.vocab}; pass the --model that decoded it")
     if "decoding_order" not in row and args.method != "sft":
-        stop(f"{place}: has no decoding_order; decode trajectories with decode.py, or train with --method sft")
+        stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with decode.py, "
+             f"or use --method sft")
     if "response_token_ids" in row or "decoding_order" in row:
         ids = int_list(place, row, "response_token_ids", 0, config.vocab)
     else:
@@ -320,11 +323,11 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
     if args.tail == "drop" and end is not None:
         order = order[order <= end]                      # paper silent on the tail; README "Departures"
     if not args.all and end is None:
-        return "unfinished"
+        return "without an end token"
     correct = row.get("correct")
-    if judge_anew and end is not None:
+    if "gt_answer" in row and end is not None:           # d3LLM calls all of its answers right
         text = tok.decode(ids[:end].tolist(), skip_special_tokens=True)
-        correct = judge(text, True, row.get("answer"), row.get("kind"))
+        correct = judge(text, True, row["gt_answer"], "math")
     if not args.all and correct is False:
         return "judged wrong"
     if len(order) < 2:

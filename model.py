@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from util import read_json, stop
 
 # -----------------------------------------------------------------------------
-# All that differs between the families.
+# All that differs between the families, by the model_type in config.json.
 # config:     our name -> the key in config.json
 # require:    what else config.json must say, because nothing else is implemented
 # names:      our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know

@@ -191,7 +191,8 @@ def entropy(logp):
 
 def tabom_loss(logp, x0, valid, lam, gamma, h=None):
     """
-    Eq. 9, one value per sample. Column w is the w-th token of the window in decoding order.
+    Eq. 9, one value per sample. Column w is the w-th token of the window in decoding order; W is the longest window of
+    the batch, a sample's own is valid.sum(1).
     logp (B, W, V): log-probabilities. x0, valid (B, W). h (B, W): entropies taken elsewhere (--rank-context exact).
     """
     # first term: cross-entropy, mean over the window

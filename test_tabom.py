@@ -170,7 +170,7 @@ def tiny(family: str, folder: Path, files: int = 1, dtype=torch.float32, seed: i
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    return {f: tiny(f, tmp_path_factory.mktemp("models") / f) for f in models.FAMILIES}
+    return {f: tiny(f, tmp_path_factory.mktemp("models") / f) for f in KV}
 
 
 def load(folder, dtype=torch.float32):
@@ -367,6 +367,10 @@ def reference_logits(net, row):
     mask = torch.zeros(1, 1, len(row), len(row), dtype=net.dtype)            # 4-D: nothing is causal
     raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
     return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
+
+
+def test_every_family_is_tested():
+    assert set(KV) == set(models.FAMILIES)
 
 
 @every
@@ -720,7 +724,8 @@ def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_pa
 
 
 def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path, capsys, refused):
-    folder, i, left_out = folders["llada"], ids_of("llada"), "1 unfinished, 1 judged wrong, 1 shorter than 2 tokens"
+    folder, i = folders["llada"], ids_of("llada")
+    left_out = "1 without an end token, 1 judged wrong, 1 shorter than 2 tokens"
     unfinished = good_record(id=1, response_token_ids=[3, i.mask, i.eos, i.mask], decoding_order=[1, -1, 0, -1])
     short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0.1])
     rows = [unfinished, good_record(correct=False), short]

@@ -56,7 +56,7 @@ def read_json(path) -> dict:
     try:
         return json.loads(Path(path).read_text("utf-8-sig"))
     except OSError:
-        stop(f"{path}: cannot be read; a model or adapter folder holds its config as JSON")
+        stop(f"{path}: cannot be read; a model or adapter folder needs it")
     except ValueError as e:
         stop(f"{path}: is not JSON ({e}); download or write it again")
 

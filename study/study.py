@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 CANVAS = ["--length", "34"]
 VALIDATION, TEST = 200, 250                              # prompts per base and domain
 
-# label: flags of tabom.py; {base} is the base's folder. The last of two equal flags counts
+# label: flags of tabom.py; {base} is the base's folder. The last of two equal flags counts. A label that is only here
+# is a further run, with a row among the parts of the method; one in METHODS of report.py is in the grid
 TABOM = "--data {base}/traj.jsonl"
 FLAGS = {
     "sft-gt": "--method sft --data {base}/gt.jsonl",
@@ -100,7 +101,7 @@ def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
     """Trains adapters of one base and measures them, and the base, on one file of prompts."""
     results = RESULTS / f"base{seed}" / folder
     names = [name for name in names if not (results / f"{name}.json").exists()]
-    if names or not ("--no-base" in flags or (results / "base.json").exists()):
+    if names or not (results / "base.json").exists():
         base = out / f"base{seed}"
         adapters = sum([train(base, seed, name) for name in names], [])
         run("eval.py", "--model", base / "model", "--prompts", base / f"{prompts}.jsonl", "--batch-size", 64,
@@ -120,7 +121,7 @@ def validate(out: Path, seed: int, names: list):
 
 def others(out: Path, seed: int, names: list):
     """The order swap of the adapters; cross-entropy of references and of own answers under the base."""
-    job(out, seed, names, "swap", "test-math", "--limit", 200, "--parallel", 2, 4, "--swap", "--no-base")
+    job(out, seed, names, "swap", "test-math", "--limit", 200, "--parallel", 2, 4, "--swap")
     base = out / f"base{seed}"
     job(out, seed, [], "ce", "val-math", "--limit", 1, "--ce", base / "gt.jsonl", base / "traj.jsonl")
 
