@@ -145,10 +145,10 @@ def main():
         selected = select()
         print("selected:", " ".join(f"{label}@{rate}" for label, rate in selected.items()), flush=True)
         for_all_bases(test, grid)
-        # the parts of the method at 1e-3 and at TABOM's own rate, and why
+        # why: the order swap. Then the parts of the method, at 1e-3 and at TABOM's own rate
+        for_all_bases(others, [[f"{label}@1e-3" for label in METHODS]])
         rates = dict.fromkeys(["1e-3", selected["tabom"]])
         for_all_bases(test, [[f"{label}@{rate}" for label in FURTHER] for rate in rates])
-        for_all_bases(others, [[f"{label}@1e-3" for label in METHODS]])
 
 
 if __name__ == "__main__":
