@@ -1180,7 +1180,7 @@ def test_two_ranks_write_the_records_of_one(cli, tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--length 10 --block 3", "--length 10 --block 3"), ("--length 8 --steps 9", "--steps 9"),
+    ("--length 10 --block 3", "--length 10, --block 3"), ("--length 8 --steps 9", "--steps 9"),
     ("--length 8 --steps 4 --tokens-per-step 2", "give one"), ("--schedule dream --block 8", "--schedule dream"),
     ("--length 600", "positions"), ("--adapter nowhere", "nowhere/adapter_config.json")])
 def test_wrong_settings_end_with_one_line(flags, words, cli, tmp_path, refused):
@@ -1852,6 +1852,17 @@ def test_committed_base_is_able_and_its_tokenizer_fits(tmp_path):
         right = [tok.decode(row.canvas.tolist(), skip_special_tokens=True).endswith("####" + tasks[int(row.id)][2])
                  for row in rows]
         assert np.mean(right) > 0.4
+
+
+def test_report_of_the_study_is_what_its_results_say(monkeypatch):
+    monkeypatch.chdir(HERE)
+    monkeypatch.syspath_prepend(HERE / "study")
+    import report
+    assert report.study() == (HERE / "study" / "report.md").read_text()
+    # verdicts: 3.2 standard errors from the threshold
+    for xs, want in (([1, 2, 3, 2], "shown"), ([1, 4, -1, 3], "not shown"), ([-1, -2, -3, -2], "contrary")):
+        assert report.verdict(xs) == want
+    assert report.verdict([-1, -0.9, -1.1, -1], above=-2) == "shown"
 
 
 def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):

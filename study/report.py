@@ -78,8 +78,14 @@ def rates_of(label: str, split="test") -> list:
     return [rate for rate in RATES if all((RESULTS / f"base{seed}" / files.format(rate)).exists() for seed in BASES)]
 
 
-def tds(name: str) -> list:
-    return [json.loads((RESULTS / f"base{seed}" / "test-math" / f"{name}.json").read_text())["tds"] for seed in BASES]
+def tds(name: str, field="tds") -> list:
+    return [json.loads((RESULTS / f"base{seed}" / "test-math" / f"{name}.json").read_text())[field] for seed in BASES]
+
+
+def ce_gap(ratio: str) -> list:
+    """Cross-entropy of reference answers minus that of own answers, at one mask ratio."""
+    curves = [json.loads((RESULTS / f"base{seed}/ce/base.json").read_text())["ce"] for seed in BASES]
+    return [curve["ground truth"][ratio] - curve["self-distilled"][ratio] for curve in curves]
 
 
 def minus(a: list, b: list) -> list:
@@ -137,9 +143,8 @@ def verdicts(best: dict) -> list:
     tabom, one, fast = selected["tabom"], SPEEDS[0], SPEEDS[1:]
 
     for ratio in ("0.2", "0.5", "0.8"):
-        curves = [json.loads((RESULTS / f"base{seed}/ce/base.json").read_text())["ce"] for seed in BASES]
-        harder = [curve["ground truth"][ratio] - curve["self-distilled"][ratio] for curve in curves]
-        claim("own answers are easier to fit", f"CE of references - own answers, mask ratio {ratio}", harder, digits=3)
+        claim("own answers are easier to fit", f"CE of references - own answers, mask ratio {ratio}", ce_gap(ratio),
+              digits=3)
 
     # who forgets, who gains
     for rate in dict.fromkeys([best["sft-gt"], "1e-3"]):
@@ -184,12 +189,16 @@ def verdicts(best: dict) -> list:
     return rows
 
 
-def draw_rates(path: Path):
-    """The study's result: points over the base against the learning rate, a line per method, a band of one error."""
+def pyplot():
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.8), dpi=130, layout="constrained", sharex=True)
+    return plt
+
+
+def draw_rates(path: Path):
+    """The study's result: points over the base against the learning rate, a line per method, a band of one error."""
+    figure, panels = pyplot().subplots(1, 4, figsize=(13, 3.8), dpi=130, layout="constrained", sharex=True)
     for panel, column in zip(panels, COLUMNS, strict=True):
         for label, name in METHODS.items():
             rates = rates_of(label)
@@ -208,14 +217,28 @@ def draw_rates(path: Path):
     figure.savefig(path)
 
 
+def draw_tds(path: Path):
+    """TDS along the decoding at 1e-3, mean over bases."""
+    figure, axes = pyplot().subplots(figsize=(6, 3.8), dpi=130, layout="constrained")
+    for label, name in {"base": "base", **METHODS}.items():
+        curves = tds("base" if label == "base" else f"{label}@1e-3", "tds_curve")
+        steps = [step for step, column in enumerate(zip(*curves, strict=False)) if None not in column]
+        style = dict(color="crimson", linewidth=2.4) if label == "tabom" else dict(linewidth=1.2)
+        axes.plot(steps, [mean(curve[step] for curve in curves) for step in steps], label=name, **style)
+    axes.set(title="Trajectory discrimination score, rate 1e-3", xlabel="decoding step", ylabel="variance (nats²)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path)
+
+
 def table(head: list, rows: list) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def study():
-    """report.md and rates.png."""
+def study() -> str:
+    """The text of report.md."""
     best = select()
     n = json.loads((RESULTS / "base1/test-math/base.json").read_text())["accuracy"]["test-math/1"]["n"]
     text = ["# The toy study: what was found\n",
@@ -242,6 +265,10 @@ def study():
             rows.append([METHODS[label], rate, *cells])
     text += ["**All rates**, points over the base; the same as study/rates.png\n", table(head[:-1], rows)]
 
+    ratios = [f"0.{i}" for i in range(1, 10)]
+    text += ["**Own answers**: CE of reference answers minus CE of own answers under the base, by mask ratio\n",
+             table(ratios, [[show(ce_gap(ratio), 3) for ratio in ratios]])]
+
     text += ["**Claims**\n", table(["claim", "difference", "mean ± error", "verdict"], verdicts(best))]
 
     rows = []
@@ -264,9 +291,7 @@ def study():
         rows.append([METHODS[label], *cells])
     head = ["rate 1e-3", *(f"{title}, at {k}" for title in SWAPS.values() for k in (2, 4))]
     text += ["**The swap**, points over the base; \"own\" is the adapter's\n", table(head, rows)]
-    Path("study/report.md").write_text("\n".join(text))
-    draw_rates(Path("study/rates.png"))
-    print("study/report.md, study/rates.png")
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
@@ -274,7 +299,10 @@ if __name__ == "__main__":
         demo(Path(sys.argv[2]))
     elif sys.argv[1:] == ["study"]:
         try:
-            study()
+            Path("study/report.md").write_text(study())
+            draw_rates(Path("study/rates.png"))
+            draw_tds(Path("study/tds.png"))
+            print("study/report.md, study/rates.png, study/tds.png")
         except FileNotFoundError as e:
             print(f"{e.filename}: is missing, the study is not finished; study/run.sh continues it", file=sys.stderr)
             raise SystemExit(2) from None
