@@ -3,11 +3,12 @@
 #   ./run.sh                the whole method on the embedded toy: about 6 minutes
 #   ./run.sh test           the tests: about 3 minutes
 #   ./run.sh bench          speed and memory as ratios: about 30 minutes
-#   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
 #   ./run.sh study          the study of study/protocol.md, about 3 hours
-#   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code.
-# With DRY_RUN=1 small and the paper's experiments only print their commands; `python bench.py --plan small` (or dream,
-# llada) says what they cost.
+#   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
+#   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code
+#   ./run.sh d3llm          an adapter of Dream-7B on published trajectories, without decoding, on 8 GPUs
+# With DRY_RUN=1 the last three only print their commands; `python bench.py --plan small` (or dream, llada) says what
+# they cost.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -117,8 +118,8 @@ small() {
     local answers=$((SMALL_PROMPTS + models * SMALL_TEST))
     local gpu='import torch; raise SystemExit(not (torch.cuda.is_available() or torch.backends.mps.is_available()))'
     if [ -z "$DRY_RUN${SMALL_CPU:-}" ] && ! "$PYTHON" -c "$gpu"; then
-        echo "no GPU: $answers answers take about $((answers * SMALL_LENGTH / 1280)) hours on 2 CPU cores; SMALL_CPU=1" \
-            "runs it all the same, SMALL_PROMPTS, SMALL_TEST and SMALL_LENGTH make it smaller" >&2
+        echo "no GPU: $answers answers take about $((answers * SMALL_LENGTH / 1280)) hours on 2 CPU cores;" \
+            "SMALL_CPU=1 runs it all the same, SMALL_PROMPTS, SMALL_TEST and SMALL_LENGTH make it smaller" >&2
         exit 2
     fi
     local decode="--length $SMALL_LENGTH --block $SMALL_BLOCK"
@@ -175,6 +176,11 @@ paper() {                       # paper dream|llada math|code: from the data set
     fi
 }
 
+d3llm() {                       # from nothing to an adapter of Dream-7B on published trajectories, without decoding
+    run "$PYTHON" -m torch.distributed.run --nproc_per_node $GPUS tabom.py --model Dream-org/Dream-v0-Instruct-7B \
+        --resume --data d3LLM/trajectory_data_dream_32 --limit 5000 --out "$OUT/d3llm"
+}
+
 # ----------------------------------------------------------------
 
 tests() {                       # without a GPU, whose rounding differs; some CPUs die of bf16 products without the flag
@@ -189,6 +195,7 @@ case ${1:-toy} in
     study) environment; study ;;
     test) environment; tests "${@:2}" ;;
     bench) environment; "$PYTHON" bench.py "${@:2}" ;;
+    d3llm) environment; d3llm ;;
     dream-math|dream-code|llada-math|llada-code) environment; paper "${1%-*}" "${1#*-}" ;;
-    *) echo "$1: unknown; toy, test, study, small, bench, dream-math, dream-code, llada-math or llada-code" >&2; exit 2 ;;
+    *) echo "$1: unknown; the first lines of run.sh list what there is" >&2; exit 2 ;;
 esac

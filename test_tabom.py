@@ -1913,12 +1913,12 @@ def test_plan_prices_every_stage(monkeypatch, capsys):
 def test_recipes_print_commands_whose_flags_exist():
     """DRY_RUN=1 ./run.sh dream-math and the others: every flag of every printed command is known to its script."""
     parsers = {"decode.py": decode.parse_args, "tabom.py": tabom.parse_args, "eval.py": evaluate.parse_args}
-    for recipe in ("small", "dream-math", "dream-code", "llada-math", "llada-code"):
+    for recipe in ("small", "d3llm", "dream-math", "dream-code", "llada-math", "llada-code"):
         env = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
         done = subprocess.run(["./run.sh", recipe], cwd=HERE, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         commands = [line.split() for line in done.stderr.splitlines() if line.startswith("+ ")]
-        assert len(commands) >= (4 if recipe == "small" else 10)
+        assert len(commands) >= {"small": 4, "d3llm": 1}.get(recipe, 10)
         for words in commands:
             script = next(word for word in words if word in parsers)
             parsers[script](words[words.index(script) + 1:])
