@@ -180,6 +180,9 @@ def verdicts(best: dict) -> list:
 
     # window and margin
     for rate in dict.fromkeys([best["tabom"], "1e-3"]):
+        if rate not in rates_of("gamma-0.3"):
+            rows.append(["window and gamma", f"rate {rate}", "not run", ""])
+            continue
         own, wide = speeds(f"tabom@{rate}"), speeds(f"window-8@{rate}")
         claim("local beats global", f"W 4 - all, rate {rate}", minus(own, speeds(f"global@{rate}")))
         inner = max([own, wide], key=mean)
