@@ -16,7 +16,9 @@ RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
 METHODS = {"sft-gt": "SFT-GT", "sft-sd": "SFT-SD", "dinfer": "dInfer", "t3d": "T3D",
            "ce-only": "CE only", "tabom": "TABOM", "pretrain": "more pretraining"}
 OWN_ANSWERS = ["sft-sd", "dinfer", "t3d", "ce-only"]     # the other methods that train on the base's own answers
-COLUMNS = {"math at 1 per step": ("math", 1), "at 2": ("math", 2), "at 4": ("math", 4), "logic": ("logic", 1)}
+COLUMNS = {"math, 1 per step": ("math", 1), "math, 2": ("math", 2), "math, 4": ("math", 4), "logic": ("logic", 1)}
+COLOURS = {"base": "grey", "sft-gt": "tab:brown", "sft-sd": "tab:orange", "dinfer": "tab:green", "t3d": "tab:cyan",
+           "ce-only": "tab:blue", "tabom": "crimson", "pretrain": "black"}
 SPEEDS = list(COLUMNS)[:3]
 ERRORS = 3.2                                             # Student's t with 3 degrees of freedom: a 95 % interval
 SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
@@ -160,7 +162,7 @@ def verdicts(best: dict) -> list:
     for column in SPEEDS:
         pairs = {"selected rates": (tabom, selected["ce-only"]), "rate 1e-3": ("tabom@1e-3", "ce-only@1e-3")}
         for rates, (a, b) in pairs.items():
-            claim("ranking helps", f"{column}, TABOM - CE only, {rates}", minus(gain(a, column), gain(b, column)))
+            claim("ranking helps", f"{column}: TABOM - CE only, {rates}", minus(gain(a, column), gain(b, column)))
 
     trained = {label: tds(selected[label]) for label in ["sft-gt", *OWN_ANSWERS]}
     other = max(trained, key=lambda label: mean(trained[label]))
@@ -207,16 +209,17 @@ def draw_rates(path: Path):
             rates = rates_of(label)
             x = [RATES.index(rate) for rate in rates]
             gains = [gain(f"{label}@{rate}", column) for rate in rates]
-            style = dict(color="crimson", linewidth=2.4) if label == "tabom" else dict(linewidth=1.2)
-            line, = panel.plot(x, [mean(xs) for xs in gains], marker="o", markersize=3, label=name, **style)
+            width = 2.4 if label == "tabom" else 1.2
+            panel.plot(x, [mean(xs) for xs in gains], "o-", markersize=3, label=name, color=COLOURS[label],
+                       linewidth=width)
             low, high = [mean(xs) - error(xs) for xs in gains], [mean(xs) + error(xs) for xs in gains]
-            panel.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+            panel.fill_between(x, low, high, color=COLOURS[label], alpha=0.12, linewidth=0)
         panel.axhline(0, color="grey", linewidth=0.8)
-        panel.set(title=column, xlabel="learning rate")
+        panel.set(title=column, xlabel="learning rate", ylim=(-19, 4))       # SFT-GT falls out of the frame
         panel.set_xticks(range(len(RATES)), RATES)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("points over the base")
-    panels[0].legend(frameon=False, fontsize=7)
+    panels[3].legend(frameon=False, fontsize=8, loc="lower left")
     figure.savefig(path)
 
 
@@ -226,8 +229,9 @@ def draw_tds(path: Path):
     for label, name in {"base": "base", **METHODS}.items():
         curves = tds("base" if label == "base" else f"{label}@1e-3", "tds_curve")
         steps = [step for step, column in enumerate(zip(*curves, strict=False)) if None not in column]
-        style = dict(color="crimson", linewidth=2.4) if label == "tabom" else dict(linewidth=1.2)
-        axes.plot(steps, [mean(curve[step] for curve in curves) for step in steps], label=name, **style)
+        width = 2.4 if label == "tabom" else 1.2
+        axes.plot(steps, [mean(curve[step] for curve in curves) for step in steps], label=name, color=COLOURS[label],
+                  linewidth=width)
     axes.set(title="Trajectory discrimination score, rate 1e-3", xlabel="decoding step", ylabel="variance (nats²)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7)
