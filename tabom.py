@@ -226,7 +226,8 @@ def exact_entropies(model, views, mask_id, device):
             logp = F.log_softmax(model(ids, attend, pos)[0].float(), dim=-1)
             h.append(entropy(logp))
         rows.append(torch.cat(h))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)          # (B, W)
+    W = max(len(row) for row in rows)
+    return torch.stack([F.pad(row, (0, W - len(row))) for row in rows])     # (B, W)
 
 
 def t3d_loss(logp, ref_logp, x0, valid, a=0.5, b=0.1, c=0.2):
