@@ -314,8 +314,8 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
 
     # with another tokenizer the same ids are other words
     end = first_end(ids, step, tok.end_ids)
+    text = "" if end is None else tok.decode(ids[:end].tolist(), skip_special_tokens=True)
     if model and end is not None and isinstance(row.get("response"), str):
-        text = tok.decode(ids[:end].tolist(), skip_special_tokens=True)
         if text != row["response"]:
             stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {config.name}, its response is "
                  f"{row['response'][:40]!r}; pass the --model of the trajectories")
@@ -325,9 +325,8 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
     if not args.all and end is None:
         return "without an end token"
     correct = row.get("correct")
-    if "gt_answer" in row and end is not None:           # d3LLM calls all of its answers right
-        text = tok.decode(ids[:end].tolist(), skip_special_tokens=True)
-        correct = judge(text, True, row["gt_answer"], "math")
+    if "gt_answer" in row:                               # d3LLM calls all of its answers right
+        correct = judge(text, end is not None, row["gt_answer"], "math")
     if not args.all and correct is False:
         return "judged wrong"
     if len(order) < 2:

@@ -385,6 +385,13 @@ def test_logits_equal_the_models_own_bidirectional_code_alone_and_left_padded(fa
         torch.testing.assert_close(some[b], padded[b, pos[b]], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Dream", *SMALL])
+def test_logits_equal_transformers_in_fp32(family, folders, nets):
+    theirs = reference(family, folders[family])          # the same precision on both sides: closer than above
+    for row in ragged(family)[2]:
+        torch.testing.assert_close(full(nets[family], [row])[0], reference_logits(theirs, row), atol=1e-5, rtol=1e-5)
+
+
 @both
 def test_loading_is_strict(family, tmp_path):
     file = Path(tiny(family, tmp_path / "m")) / "model.safetensors"
@@ -789,7 +796,8 @@ def states_row(folder, text="a=7", **fields) -> dict:
 
 
 @both
-def test_d3llm_states_become_orders_and_answers_are_judged_anew(family, folders, tmp_path, capsys, monkeypatch):
+def test_d3llm_states_become_orders_and_answers_are_judged_anew(family, folders, tmp_path, capsys, monkeypatch,
+                                                               refused):
     from pyarrow import Table, parquet
     folder = folders[family]
     empty = states_row(folder)
@@ -813,6 +821,12 @@ def test_d3llm_states_become_orders_and_answers_are_judged_anew(family, folders,
             yield row
     monkeypatch.setattr(datasets, "load_dataset", stream)
     assert len(read_trajs(folder, "d3LLM/trajectory_data_dream_32", "--limit 1")) == 1 and len(read) <= 2
+    # without a network
+    def offline(*_, **__):
+        raise ConnectionError
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with refused("d3LLM/trajectory_data_dream_32", "ConnectionError", "check the network"):
+        read_trajs(folder, "d3LLM/trajectory_data_dream_32")
 
 
 @pytest.mark.parametrize("place, token, words", [((3, 4), 3, "position 1 holds"), ((3, 6), None, "position 3 holds"),
@@ -1112,6 +1126,8 @@ def test_records_replay(family, flags, cli, folders, nets):
     for task in TASKS:
         r = records.pop(task["id"])
         assert r["prompt"] == task["prompt"] and r["answer"] == str(task["answer"])
+        own = {"llada": "default", "Dream": "entropy"}[family]               # as the authors' loader knows LLaDA's own
+        assert r["method"] == ("random" if "random" in flags else own)
         assert tok.decode(r["prompt_token_ids"]) == f"[user]{task['prompt']}[assistant]"
         assert r["model"] == dict(name=folders[family], mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])
         step, final, canvas = np.array(r["decoding_order"]), r["response_token_ids"], [i.mask] * 16
