@@ -131,13 +131,13 @@ def sample_view(traj, args, rng):
         i, j = np.sort(rng.choice(times, 2, replace=False))
         return decoded & (traj.step < i), traj.order[(steps >= i) & (steps < j)]
 
-    # tabom and t3d: a uniform cut among the steps that leave a full window
+    # tabom and t3d: a cut among the steps that leave a full window
     W = args.window or 2                                   # --window 0: at least one pair
     if args.method == "t3d":
         W = 1
     W = min(W, len(steps))                                 # a short trajectory is one window; the authors drop it
     cuts = np.unique(steps[:len(steps) - W + 1])
-    if args.cut == "non-ltr":
+    if args.cut == "non-ltr":                              # start at a token decoded before one to its left, if any
         jumps = np.intersect1d(cuts, traj.step[traj.jumps])
         cuts = jumps if len(jumps) else cuts
     cut = rng.choice(cuts)
