@@ -361,7 +361,7 @@ def main():
             group["lr"] = lr
 
         # forward and backward, one micro-batch at a time; gradients add up
-        sums = {name: torch.zeros((), device=device) for name in logged}
+        sums = torch.zeros(len(logged), device=device)
         for j in range(0, len(mine), args.batch_size):
             # the cut of a sample depends on (seed, epoch, sample): it is the same on any number of ranks
             views = []
@@ -381,13 +381,11 @@ def main():
                 loss, parts = tabom_loss(logp, x0, valid, lam, args.gamma, h)
             # over the global batch: summed over ranks this is the mean, even if the last batch is short
             (loss.sum() / len(batch)).backward()
-            for name, value in {"loss": loss, **parts}.items():
-                sums[name] += value.detach().sum() / len(batch)
+            sums += torch.stack([loss, *parts.values()]).detach().sum(1) / len(batch)
 
         # sum over ranks, clip, update
-        sums_tensor = torch.stack(list(sums.values()))
         if world_size > 1:
-            dist.all_reduce(sums_tensor)
+            dist.all_reduce(sums)
             for p in params.values():
                 if p.grad is None:                                          # this rank had no sample in a short batch
                     p.grad = torch.zeros_like(p)
@@ -403,11 +401,10 @@ def main():
         done = step + 1
         ms = 1000 * (time.time() - t0)
         if rank == 0:
-            row = {"step": done, "epoch": epoch + 1}
-            row |= dict(zip(sums, sums_tensor.tolist(), strict=True))
-            row |= {"lr": lr, "gnorm": gnorm, "ms": ms, "memory_gb": peak_memory(device)}
-            row["tokens_per_s"] = lengths[batch].sum() / ms * 1000
-            row["samples"] = [trajs[n].id for n in batch]
+            row = dict(zip(logged, sums.tolist(), strict=True))
+            row |= {"step": done, "epoch": epoch + 1, "lr": lr, "gnorm": gnorm, "ms": ms,
+                    "tokens_per_s": lengths[batch].sum() / ms * 1000, "memory_gb": peak_memory(device),
+                    "samples": [trajs[n].id for n in batch]}
             with open(log_path, "a") as f:
                 f.write(json.dumps(row) + "\n")
             if args.wandb:

@@ -1579,6 +1579,67 @@ def test_out_of_memory_ends_with_the_flags_that_help(train, monkeypatch, tmp_pat
     assert "--batch-size" in e.value.__notes__[0] and "--grad-checkpoint" in e.value.__notes__[0]
 
 
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """
+    Tensors say that they are on a GPU and hold no data; torch raises where they meet one of the CPU. What a script
+    reads back is made up, and must have been moved to the CPU.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def load_model(config, device, dtype):
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            net = models.Model(config)
+        torch.set_default_dtype(torch.float32)
+        return net
+
+    def read(x):
+        assert x.device.type == "cpu"
+        return np.zeros(x.shape)
+
+    class Generator:                                     # a GPU's cannot be made without one
+        def __init__(self, device="cpu"):
+            pass
+
+        def manual_seed(self, seed):
+            return None
+
+    def to_bytes(tensors, metadata):
+        assert {x.device.type for x in tensors.values()} == {"cpu"}
+        return b""
+
+    for module in (tabom, decode):
+        monkeypatch.setattr(module, "setup_device", lambda dtype: (0, 1, "meta", torch.bfloat16))
+        monkeypatch.setattr(module, "load_model", load_model)
+    for module in (tabom, lora):
+        monkeypatch.setattr(module, "to_bytes", to_bytes)
+    monkeypatch.setattr(tabom, "peak_memory", lambda device: 0.0)
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch.Tensor, "numpy", read)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: np.zeros(x.shape).tolist())
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: 1.0)
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@pytest.mark.parametrize("flags", ["", "--grad-accum 2", "--method sft", "--method dinfer", "--method t3d",
+                                   "--rank-context exact --grad-checkpoint"])
+def test_training_leaves_no_tensor_on_the_cpu(flags, train, pretended_gpu):
+    assert len(log_of(train("run", f"--max-steps 2 {flags}"))[1]) == 2
+
+
+@pytest.mark.parametrize("family, flags", [
+    ("llada", "--score confidence --suppress-eos confidence"),
+    ("Dream", "--score entropy --temperature 1 --top-p 0.9 --top-k 5 --suppress-eos logits"),
+    ("a2d-qwen2", "--score random"),
+    ("a2d-qwen3", "--score margin"),
+])
+def test_decoding_leaves_no_tensor_on_the_cpu(family, flags, cli, pretended_gpu):
+    assert len(cli("t.jsonl", f"--length 6 --block 6 --schedule even {flags}", family)) == 5
+
+
 def test_out_of_another_run_is_refused(train, folders, refused):
     out, flags = train("run", "--max-steps 4"), "--max-steps 4 --resume"
     files = lambda: {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
