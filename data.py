@@ -243,8 +243,8 @@ def from_states(place: str, row: dict, mask_id: int) -> dict:
     step; a position was decoded at the first state in which it is not masked.
     """
     prompt, states = row.get("prompt_ids"), row["trajectory"]
-    if not isinstance(prompt, list) or not isinstance(states, list) or not states:
-        stop(f"{place}: prompt_ids or trajectory is no list; leave the row out")
+    if not isinstance(prompt, list) or not isinstance(states, list) or not states or not isinstance(states[0], list):
+        stop(f"{place}: prompt_ids is no list, or trajectory no list of states; leave the row out")
     for n, state in enumerate(states):
         if not isinstance(state, list) or len(state) != len(states[0]) or state[:len(prompt)] != prompt:
             stop(f"{place}: state {n} is not the prompt and {len(states[0]) - len(prompt)} tokens; leave the row out")
@@ -332,10 +332,10 @@ def read_trajectory(place: str, row: dict, number: int, args, config, tok):
     if len(order) < 2:
         return "shorter than 2 tokens"
     jumps = find_jumps(step)
-    if "non_ltr_positions" in row:                       # the authors' files bring their own; the list may be empty
-        jumps = np.array(row["non_ltr_positions"], dtype=int)
-        if ((jumps < 0) | (jumps >= len(ids))).any():
-            stop(f"{place}: non_ltr_positions reaches beyond the {len(ids)} tokens; write the record again")
+    if row.get("non_ltr_positions") == []:               # the authors' files bring their own; the list may be empty
+        jumps = np.arange(0)
+    elif "non_ltr_positions" in row:
+        jumps = int_list(place, row, "non_ltr_positions", 0, len(ids))
     return Trajectory(row.get("id", number), prompt, ids, step, entropy, order, jumps)
 
 
