@@ -94,7 +94,7 @@ METHODS = {"sft on references": 0.8, "sft": 0.8, "dinfer": 0.6, "t3d": 0.8, "tab
 PROMPT, LONGEST_PROMPT, WINDOW = 150, 250, 32
 MASK, EOS = 1, 2                                        # 0 is what decode.py and tabom.py pad with
 ASSUMPTIONS = """
-Estimated from the operations of one step of this code in bf16; nobody ran it.
+Estimated from the operations of one step of this code in bf16; not measured.
 * A kernel takes as long as its arithmetic or its memory traffic, at the rates below. The CPU launches ahead of the GPU:
   only what launching takes longer than all kernels counts. The columns say how the time is divided between these.
 * Prompts have 150 tokens on average, 250 at most. No answer ends early; one token per step, 16 prompts per forward.
@@ -208,8 +208,9 @@ def release_step_eager(model, batch):
 
 def script_answers(model, N) -> list:
     """
-    Random weights never end, and nearly tie. So one logit per position is high, the more to the left the higher: EOS
-    from the position that the prompt's first token says, other tokens before. Returns what gets each forward's padding.
+    Random weights would never end, and nearly tie. So a hook makes one logit of every position high, the more to the
+    left the higher: EOS from the position on that the prompt's first token names, other tokens before. Returns a list
+    to which the hook adds each forward's share of padding.
     """
     padding = []
 
@@ -256,7 +257,7 @@ def plain_decode(model, prompts, s, batch_size):
 # -----------------------------------------------------------------------------
 # --plan: the model runs at full size on tensors without data, and every operation is priced
 
-# how often a kernel reads its first input, if not once; of what is looked up only a little is read
+# how often a kernel reads its first input, if not once; lookups read only a little of it
 READS = {"_softmax": 3, "_log_softmax": 3, "topk": 5, "embedding": 0, "gather": 0}
 
 
@@ -271,7 +272,7 @@ class Price(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kernel, name, kwargs = op.overloadpacket, op.overloadpacket.__name__, kwargs or {}
         if name == "_local_scalar_dense":
-            return True                                  # decode asks whether 64 tokens hold the nucleus: nearly always
+            return True                                  # decode.filter_logits asks whether 64 tokens are enough
         out = op(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
 
@@ -416,7 +417,7 @@ def bench_train(quick):
     for title, shape in measured_shapes(quick).items():
         model, batch = make_model(shape), tabom.collate(make_views(shape["vocab"]), MASK, "cpu")
         variants = {name: partial(step, model, batch) for name, step in steps.items()}
-        compare(f"training, {title}", variants, 3)
+        compare(f"training, {title}", variants, 6)
 
 
 def bench_decode(quick):
@@ -435,7 +436,7 @@ def bench_decode(quick):
                     "plain, one batch": partial(plain_decode, model, prompts, s, count),
                     "plain, equal batches": partial(plain_decode, model, prompts, s, batch_size)}
         compare(f"decoding, {title}", variants, 1, rtol=0)
-        plain_forwards = s.steps * (1 + count // batch_size)
+        plain_forwards = s.steps * (1 + count // batch_size)             # ours ran first
         RESULTS[f"decoding, {title}: share of padding"] = np.mean(padding[:-plain_forwards]).item()
 
 
@@ -449,7 +450,7 @@ def bench_exact(quick):
             bare_step(model, tabom.collate([(traj, visible, target[None])], MASK, "cpu"))
 
     exact = partial(exact_step, model, [(traj, visible, targets)])
-    compare("--rank-context exact", {"ours": exact, "W forward-backwards": forward_backwards}, 2)
+    compare("--rank-context exact", {"ours": exact, "W forward-backwards": forward_backwards}, 3)
 
 
 def bench_start(quick):
@@ -489,9 +490,10 @@ def main():
     parser.add_argument("--length", type=int, default=256, help="response tokens")
     parser.add_argument("--block", type=int, default=0, help="as in decode.py")
     parser.add_argument("--batch-size", type=int, default=4, help="training samples per GPU")
-    if "small" in sys.argv:
-        parser.set_defaults(gpus=1, prompts=1000, records=290, answers=3 * 400, block=32)
     args = parser.parse_args()
+    if args.plan == "small":
+        parser.set_defaults(gpus=1, prompts=1000, records=290, answers=3 * 400, block=32)
+        args = parser.parse_args()
     if args.plan:
         return plan(args)
 

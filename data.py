@@ -198,7 +198,7 @@ def total_order(step, entropy) -> np.ndarray:
 
 def find_jumps(step) -> np.ndarray:
     """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
-    when = np.where(step < 0, len(step), step)
+    when = np.where(step < 0, step.max() + 1, step)
     latest = np.maximum.accumulate(when)
     return np.flatnonzero((when < latest) & (step >= 0))
 

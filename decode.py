@@ -180,11 +180,13 @@ def filter_logits(logits, s):
     if s.temperature > 0:
         logits = logits / s.temperature
     if s.top_p < 1:
-        # the nucleus is nearly always among the first 64 tokens; sorting the whole vocabulary is slow
-        for k in (min(64, logits.shape[-1]), logits.shape[-1]):
+        # the nucleus is nearly always among the first 64 tokens; sorting the whole vocabulary is slow, but for a few
+        # positions it is faster than to ask, for which a GPU must finish all its work
+        n, V = logits.shape
+        for k in (min(64, V), V) if n > 4 else (V,):
             top, index = logits.topk(k)
             p = logits.softmax(-1).gather(-1, index)
-            if bool((p.sum(-1) > s.top_p).all()):
+            if k == V or bool((p.sum(-1) > s.top_p).all()):
                 break
         # the token that crosses top_p is kept, and so is every token as probable as it
         smallest = top.masked_fill(p.cumsum(-1) - p > s.top_p, torch.inf).amin(-1, keepdim=True)
@@ -275,7 +277,7 @@ def decode_batch(rows, s, device):
 def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
     """
     prompts: list of (id, token ids). Yields a Row whenever one is finished; the next prompt takes its place. Each row
-    is scored alone and has its own random numbers, so nothing depends on which rows share a batch.
+    is scored alone and has its own random numbers: which rows share a batch changes nothing but the rounding.
     token_model: another model that chooses the tokens, while `model` chooses their positions (eval.py --swap).
     """
     device = next(model.parameters()).device
@@ -296,6 +298,8 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
         logits = model(*batch)                                                               # (B, n, V)
         token_logits = token_model(*batch) if token_model else logits
 
+        # per row: which positions, and their tokens
+        results = []
         for b, (row, masked) in enumerate(zip(live, candidates, strict=True)):
             z = logits[b, :len(masked)].float()                                              # (n, V)
             h = entropy(z)                                                                   # (n,)  what is logged
@@ -304,8 +308,8 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
             rng = torch.Generator(device).manual_seed(seed)
             # entropy and margin order positions without knowing the tokens: drawing them all would be the slowest line
             draw_first = s.score == "confidence" or s.threshold is not None
-            token, confidence = draw_tokens(z, s, rng) if draw_first else (None, None)
-            score = score_positions(z, token, s, rng)                                        # (n,)
+            guess, sure = draw_tokens(z, s, rng) if draw_first else (None, None)             # (n,), (n,)
+            score = score_positions(z, guess, s, rng)                                        # (n,)
 
             # the best first; ties by the raw entropy, then by position
             order = h.argsort(stable=True)
@@ -314,28 +318,30 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
             if counts:
                 chosen = order[:counts[row.steps_done]]
             else:
-                chosen = order[confidence[order] > s.threshold]
+                chosen = order[sure[order] > s.threshold]
                 chosen = chosen if len(chosen) else order[:1]
             # their tokens
             if draw_first and not token_model:
-                token, confidence = token[chosen], confidence[chosen]
+                token, confidence = guess[chosen], sure[chosen]
             else:
                 token, confidence = draw_tokens(token_logits[b, chosen].float(), s, rng)
+            results.append(torch.stack([chosen.float(), token.float(), h[chosen], confidence]))
 
-            # one copy from the device per row; fp32 holds token ids exactly
-            result = torch.stack([chosen.float(), token.float(), h[chosen], confidence]).cpu().numpy()
-            if not np.isfinite(result).all():
-                stop(f"prompt {row.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
-            where = masked[result[0].astype(int)]
-            row.canvas[where] = result[1].astype(int)
-            row.step[where] = row.steps_done
-            row.entropy[where] = result[2]
-            row.confidence[where] = result[3]
-            row.steps_done += 1
-
-        # finished rows leave
+        # one copy from the device for all rows; fp32 holds token ids exactly
+        sizes = [result.shape[1] for result in results]
+        results = torch.cat(results, 1).cpu().split(sizes, 1)
+        # unmask; finished rows leave
         unfinished = []
-        for row in live:
+        for row, masked, result in zip(live, candidates, results, strict=True):
+            if not result.isfinite().all():
+                stop(f"prompt {row.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
+            chosen, token, h, confidence = result.numpy()
+            where = masked[chosen.astype(int)]
+            row.canvas[where] = token.astype(int)
+            row.step[where] = row.steps_done
+            row.entropy[where] = h
+            row.confidence[where] = confidence
+            row.steps_done += 1
             if is_done(row, s):
                 yield row
             else:
@@ -357,7 +363,7 @@ def encode_prompts(items, tok, config, s, raw: bool) -> list[tuple]:
     return pairs
 
 
-def record_head(args, config, s, tok) -> dict:
+def record_head(args, config, s, tok, dtype) -> dict:
     """What every record of one run says about how it was made."""
     settings = asdict(s)
     for name in ("score_filtered", "mask_id", "end_ids"):
@@ -365,7 +371,7 @@ def record_head(args, config, s, tok) -> dict:
     model = {"name": config.name, "mask_id": config.mask_id, "vocab_size": config.vocab, "end_ids": tok.end_ids}
     # the authors' loader knows LLaDA's own decoding as "default"
     method = "default" if (config.model_type, s.score) == ("llada", "confidence") else s.score
-    settings |= {"raw_prompt": args.raw_prompt, "adapter": args.adapter}
+    settings |= {"raw_prompt": args.raw_prompt, "adapter": args.adapter, "dtype": str(dtype)}
     return {"method": method, "model": model, "decode": settings}
 
 
@@ -453,7 +459,7 @@ def main():
     s = make_settings(args, config, tok.end_ids)
     items = read_prompts(args.prompts, 1 if args.show else args.limit)
     prompts = encode_prompts(items, tok, config, s, args.raw_prompt)
-    head = record_head(args, config, s, tok)
+    head = record_head(args, config, s, tok, dtype)
     done = read_done(args.out, head, prompts) if args.out else set()
     by_id = {str(item["id"]): item for item in items}
 

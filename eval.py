@@ -73,6 +73,11 @@ def parse_args(argv=None):
         stop("--tasks: is measured alone; its tokens per step are --tokens-per-step")
     if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
         stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
+    if not (args.tasks or args.prompts or args.order or args.ce):
+        stop("nothing to measure: give --prompts, --order, --ce or --tasks")
+    domains = [Path(path).stem for path in args.prompts]
+    if len(set(domains)) < len(domains):
+        stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
     if args.tds and not args.prompts:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts")
     if args.pictures and not importlib.util.find_spec("matplotlib"):
@@ -85,7 +90,7 @@ def parse_args(argv=None):
 def decode_items(model, tok, config, items, s, args, label, token_model=None):
     """The records of all items, in their order. Each rank decodes its share and reads the others' from files."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    head = record_head(args, config, s, tok)
+    head = record_head(args, config, s, tok, next(model.parameters()).dtype)
     prompts = sorted(encode_prompts(items, tok, config, s, args.raw_prompt), key=lambda prompt: len(prompt[1]))
     mine = prompts[rank::world_size]
     by_id = {str(item["id"]): item for item in items}

@@ -24,12 +24,12 @@ from util import new_parser, read_json, stop, write_whole
 
 
 class LoRALinear(nn.Linear):
-    """y = W x + b + (alpha / r) B A x. W and b are the base's, frozen; A and B train in fp32, whatever W's dtype."""
+    """y = W x + b + (alpha / r) B A x. W and b are the base's, frozen; A and B are kept in fp32, whatever W's dtype."""
     def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.r, self.alpha, self.enabled = r, alpha, True
-        # drawn on the CPU: the same start on any device. B = 0: the adapter is the identity at first
+        # drawn on the CPU: the same start on any device. B = 0: at first the model is the base
         A = nn.init.kaiming_uniform_(torch.empty(r, base.in_features), a=5 ** 0.5, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))                                           # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))       # (out, r)
@@ -114,7 +114,7 @@ def read(folder):
     config = read_json(config_path)
     if config.get("peft_type") != "LORA":
         stop(f"{config_path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are read")
-    # each of these changes the formula above: loading the matrices alone would be silently wrong
+    # each of these changes the formula above, or W: loading the matrices alone would be silently wrong
     unset = [None, False, [], {}]
     allowed = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
     for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",

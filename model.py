@@ -28,9 +28,9 @@ from util import read_json, stop
 # rope_fp32:  rotate in fp32 instead of the type of the activations
 # ends:       tokens that end a response; the first one also fills the rest of the canvas
 # mask_token: where config.json has no mask_id, the tokenizer knows it by this name
-# decode:     the family's own decoder; score_filtered: it scores the distribution it samples from, not the clean one
+# decode:     the family's own decoder; score_filtered: it scores the distribution it samples from, not the model's
 
-# Dream and the small models have grown out of Qwen
+# Dream and the small models are derived from Qwen
 QWEN = dict(
     shift=False, qkv_bias=True, qk_norm=False, rope_fp32=False,
     config=dict(width="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
@@ -183,7 +183,7 @@ class Model(nn.Module):
                 x = block(x, cos, sin, mask)
         # the head is the largest matrix: it sees only the positions asked for
         if c.family["shift"]:
-            pos = torch.maximum(pos - 1, first)                                              # the first: its own state
+            pos = torch.maximum(pos - 1, first)                                              # the first has no other
         x = x.gather(1, pos[..., None].expand(-1, -1, x.shape[-1]))                          # (B, W, C)
         return self.head(self.norm(x))
 
@@ -218,7 +218,7 @@ def read_config(name: str) -> Config:
         stop(f"{path}: model_type {raw.get('model_type')!r} is not one of {', '.join(FAMILIES)}; a new family is one "
              f"entry of FAMILIES in model.py")
     family = FAMILIES[raw["model_type"]]
-    # an architecture that differs elsewhere would load and be silently wrong
+    # another architecture might load and be silently wrong; of bd3lm only the name tells
     if "bd3lm" in f"{name} {raw.get('_name_or_path')}".lower():
         stop(f"{name}: bd3lm models attend causally between blocks, which is not implemented; use an mdlm checkpoint")
     raw |= raw.get("rope_parameters") or {}                # transformers 5 keeps RoPE's settings in there
@@ -262,7 +262,7 @@ def weight_files(config: Config) -> list[Path]:
 
 
 def load_model(config: Config, device="cpu", dtype=torch.float32) -> Model:
-    """The model with its weights, frozen. Their memory is needed once: made on the meta device, then assigned."""
+    """The model with its weights, frozen. Made on the meta device, so that no second copy of them is ever needed."""
     with torch.device("meta"):
         model = Model(config)
     our_name = {hub_name(name, config.family): name for name in model.state_dict()}
@@ -276,7 +276,7 @@ def load_model(config: Config, device="cpu", dtype=torch.float32) -> Model:
     # strict: a tensor that is missing, unknown or of another shape is an error, never a random weight
     model.load_state_dict(state, strict=True, assign=True)
     if config.tied:
-        model.head.weight = model.embed.weight
+        model.head.weight = model.embed.weight             # assigning has made two parameters of one tensor
     return model.eval().requires_grad_(False)
 
 

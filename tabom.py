@@ -1,11 +1,11 @@
 """
 TABOM: post-training of a masked diffusion language model on its own decoding trajectories.
 
-One GPU, or the CPU:
-$ python tabom.py --data traj.jsonl
-
 8 GPUs (the defaults are the paper's):
 $ torchrun --nproc_per_node 8 tabom.py --data traj.jsonl
+
+One GPU, or the CPU, with the same global batch of 32:
+$ python tabom.py --data traj.jsonl --grad-accum 8
 
 traj.jsonl comes from decode.py: responses of the base model and, for every token, the step at which it was decoded.
 A training sample is one moment of a trajectory: tokens decoded before the cut are visible, the rest is masked, and the
@@ -113,7 +113,7 @@ def sample_view(traj, args, rng):
     Draws a cut. Returns visible (N,) bool, the response tokens the model gets to see, and targets, the positions it is
     asked for, in decoding order. traj.step (N,): the step that decoded each position, -1 = never, it stays masked.
     traj.order: the positions that may be targets, sorted by (step, entropy, position).
-    eval.py --order draws its windows here too: put a variant behind a flag.
+    eval.py --order calls this too: a change that is not behind a flag changes that measure.
     """
     decoded = traj.step >= 0
     steps = traj.step[traj.order]                          # ascending
@@ -132,11 +132,10 @@ def sample_view(traj, args, rng):
         return decoded & (traj.step < i), traj.order[(steps >= i) & (steps < j)]
 
     # tabom and t3d: a cut among the steps that leave a full window
-    W = args.window or 2                                   # --window 0: at least one pair
+    need = args.window or 2                                # targets that a cut must leave; --window 0: one pair
     if args.method == "t3d":
-        W = 1
-    W = min(W, len(steps))                                 # a short trajectory is one window; the authors drop it
-    cuts = np.unique(steps[:len(steps) - W + 1])
+        need = 1
+    cuts = np.unique(steps[:max(1, len(steps) - need + 1)])    # a short trajectory is one window; the authors drop it
     if args.cut == "non-ltr":                              # start at a token decoded before one to its left, if any
         jumps = np.intersect1d(cuts, traj.step[traj.jumps])
         cuts = jumps if len(jumps) else cuts
@@ -314,7 +313,7 @@ def main():
         model.compile_blocks()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
     lam = args.lam if args.method == "tabom" else 0.0
-    logged = ["loss", "ce", "rank", "in_order"] if lam > 0 else ["loss", "ce"]
+    logged = ["loss", "ce", "rank", "in_order"] if lam > 0 else ["loss", "ce"]      # as the losses return them
 
     # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one
     out = Path(args.out)
@@ -323,7 +322,8 @@ def main():
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0    # by torchrun, after a rank has died
     if (log_path.exists() or resume_path.exists()) and not args.resume and not restarted:
         stop(f"--out {out}: holds a run already; continue it with --resume, or give another --out")
-    settings = vars(args) | {"model": config.name, "records": len(trajs), "global_batch": global_batch}
+    settings = vars(args) | {"model": config.name, "dtype": str(dtype), "records": len(trajs),
+                             "global_batch": global_batch}
     settings = {key: value for key, value in settings.items() if key not in MAY_CHANGE}
     start_step = 0
     if resume_path.exists():
@@ -390,7 +390,8 @@ def main():
                 if p.grad is None:                                          # this rank had no sample in a short batch
                     p.grad = torch.zeros_like(p)
                 dist.all_reduce(p.grad)
-        gnorm = torch.nn.utils.clip_grad_norm_(params.values(), args.clip or math.inf).item()
+        gnorm = torch.nn.utils.clip_grad_norm_(params.values(), args.clip or math.inf)
+        *values, gnorm = torch.cat([sums, gnorm[None]]).tolist()            # the only wait for the GPU in a step
         if not math.isfinite(gnorm):
             samples = [trajs[n].id for n in batch]
             stop(f"step {step + 1}: the gradient is not finite, samples {samples}; look at these, or lower --lr")
@@ -401,7 +402,7 @@ def main():
         done = step + 1
         ms = 1000 * (time.time() - t0)
         if rank == 0:
-            row = dict(zip(logged, sums.tolist(), strict=True))
+            row = dict(zip(logged, values, strict=True))
             row |= {"step": done, "epoch": epoch + 1, "lr": lr, "gnorm": gnorm, "ms": ms,
                     "tokens_per_s": lengths[batch].sum() / ms * 1000, "memory_gb": peak_memory(device),
                     "samples": [trajs[n].id for n in batch]}
@@ -410,8 +411,8 @@ def main():
             if args.wandb:
                 wandb.log(row, step=done)
         if rank == 0 and (done % args.log_every == 0 or done == total_steps):
-            values = " | ".join(f"{name} {row[name]:.3f}" for name in logged)
-            print(f"step {done}/{total_steps} | {values} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
+            losses = " | ".join(f"{name} {row[name]:.3f}" for name in logged)
+            print(f"step {done}/{total_steps} | {losses} | lr {lr:.1e} | gnorm {gnorm:.2f} | {ms:.0f} ms | "
                   f"{row['tokens_per_s']:,.0f} tok/s | {row['memory_gb']:.1f} GB", flush=True)
 
         # save the adapter after every epoch, and a resume point more often

@@ -1824,6 +1824,19 @@ def test_eval_measures_draws_and_does_not_measure_twice(cli, command, folders, t
         command(evaluate, flags + " --seed 5")
 
 
+@pytest.mark.parametrize("module, flags, words", [
+    (tabom, "--data t.jsonl --window -3", "--window -3: must not be negative"),
+    (tabom, "--data t.jsonl --lam nan", "--lam nan"),
+    (tabom, "--data t.jsonl --window 1", "--window 1"),
+    (decode, "--model m --prompts p --tokens-per-step -2", "--tokens-per-step -2"),
+    (evaluate, "--model m", "nothing to measure"),
+    (evaluate, "--model m --prompts a/test.jsonl b/test.jsonl", "b/test.jsonl: two files have one stem"),
+])
+def test_flags_that_would_be_silently_wrong_are_refused(module, flags, words, refused):
+    with refused(words):
+        module.parse_args(flags.split())
+
+
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
@@ -1867,7 +1880,7 @@ def test_harness_answers_depend_on_the_question_alone(folders):
     """The same answer alone or beside other tasks, another one for a repeat."""
     from lm_eval.api.instance import Instance
     ask = lambda task, doc: Instance("generate_until", {}, (f"ab{doc}=", {"max_gen_toks": 6}), 0, (task, doc, 1))
-    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders["llada"], "--temperature", "1"]))
+    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders["llada"], "--tasks=mine", "--temperature=1"]))
     few = lm.generate_until([ask("mine", 0), ask("mine", 1), ask("mine", 1)])
     many = lm.generate_until([ask("other", 1), ask("mine", 1), ask("other", 0), ask("mine", 1), ask("mine", 0)])
     assert many[4] == few[0] and [many[1], many[3]] == few[1:] and few[1] != few[2]
@@ -1880,7 +1893,7 @@ def test_harness_answers_depend_on_the_question_alone(folders):
     ("gsm8k", "llada", "--length 16 --block 4 --suppress-eos logits", (16, 4, "logits")),
     ("mine", "llada", "", (6, 0, None))])
 def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want, folders):
-    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], *flags.split()]))
+    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], "--tasks", task, *flags.split()]))
     args = lm.task_args(task, own_length=6)
     assert (args.length, args.block, args.suppress_eos) == want
 

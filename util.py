@@ -16,10 +16,19 @@ def stop(message: str):
     raise SystemExit(2)
 
 
-def new_parser(doc: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            if isinstance(value, (int, float)) and not value >= 0:
+                stop(f"--{name.replace('_', '-')} {value}: must not be negative")
+        return args
+
+
+def new_parser(doc: str) -> Parser:
     """--help shows the docstring and every flag; a wrong flag shows one line of usage, not all forty."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                   usage="%(prog)s [flags], --help lists them")
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                  usage="%(prog)s [flags], --help lists them")
 
 
 class Bar:
@@ -88,7 +97,7 @@ def setup_device(dtype: str | None = None):
 
 
 def init_process_group(backend: str, minutes: float):
-    """torch's own, but safe under torchrun --max-restarts; a rank that hangs for so long ends the run."""
+    """torch's own, but safe under torchrun --max-restarts; a rank that is late by `minutes` ends the run."""
     import datetime
 
     import torch.distributed as dist
@@ -107,7 +116,8 @@ def peak_memory(device: str) -> float:
     import torch
     if "cuda" in device:
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024       # bytes on a Mac, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def about_run() -> dict:
