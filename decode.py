@@ -180,10 +180,11 @@ def filter_logits(logits, s):
     if s.temperature > 0:
         logits = logits / s.temperature
     if s.top_p < 1:
-        # the nucleus is nearly always among the first 64 tokens; sorting the whole vocabulary is slow, but for a few
-        # positions it is faster than to ask, for which a GPU must finish all its work
+        # the nucleus is nearly always among the first 64 tokens, and sorting the whole vocabulary is slow. But asking
+        # whether it is means waiting for the GPU: a few positions are sorted whole
         n, V = logits.shape
-        for k in (min(64, V), V) if n > 4 else (V,):
+        widths = [min(64, V), V] if n > 4 else [V]
+        for k in widths:
             top, index = logits.topk(k)
             p = logits.softmax(-1).gather(-1, index)
             if k == V or bool((p.sum(-1) > s.top_p).all()):
