@@ -304,6 +304,15 @@ def test_a_mistake_is_one_line_that_names_the_rank(capsys, monkeypatch):
     assert e.value.code == 2 and capsys.readouterr().err == "[rank 3] t.jsonl:3: wrong\n"
 
 
+def test_an_empty_list_of_devices_hides_every_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert util.setup_device()[2] == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert util.setup_device()[2] == "mps"
+
+
 # -----------------------------------------------------------------------------
 # model.py
 

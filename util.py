@@ -91,8 +91,8 @@ def setup_device(dtype: str | None = None):
         # cuDNN's masked attention gives NaN gradients on H100 with torch 2.13 (pytorch#196678), and it builds a plan
         # for every new shape, while our shapes change at every step
         torch.backends.cuda.enable_cudnn_sdp(False)
-    elif torch.backends.mps.is_available():
-        device = "mps"
+    elif torch.backends.mps.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        device = "mps"                                   # an empty list hides Apple's GPU too
     return rank, world_size, device, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype or default]
 
 
