@@ -183,7 +183,7 @@ class Model(nn.Module):
                 x = block(x, cos, sin, mask)
         # the head is the largest matrix: it sees only the positions asked for
         if c.family["shift"]:
-            pos = torch.maximum(pos - 1, first)                                              # the first has no other
+            pos = torch.maximum(pos - 1, first)                                              # no token before the first
         x = x.gather(1, pos[..., None].expand(-1, -1, x.shape[-1]))                          # (B, W, C)
         return self.head(self.norm(x))
 
