@@ -46,7 +46,8 @@ class Bar:
             return
         self.last = now
         left = int((now - self.start) / max(done, 1) * (self.total - done))
-        line = f"{self.name} {done}/{self.total} | {note} | {left // 60}m{left % 60:02d}s left"
+        note = f" | {note}" if note else ""
+        line = f"{self.name} {done}/{self.total}{note} | {left // 60}m{left % 60:02d}s left"
         if self.terminal:
             end = "\n" if done >= self.total else ""
             print(f"\r\033[K{line}", end=end, file=sys.stderr, flush=True)
