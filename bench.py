@@ -149,7 +149,7 @@ def update(model, loss):
 
 
 def train_step(model, batch, method="tabom", h=None):
-    """As in tabom.py's loop. batch: what collate returns."""
+    """As tabom.compute_loss and main do. batch: what collate returns."""
     ids, attend, pos, x0, valid = batch
     logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
     if method == "t3d":

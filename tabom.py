@@ -99,7 +99,9 @@ def parse_args(argv=None):
     parser.add_argument("--timeout", type=float, default=30,
                         help="minutes until a rank that hangs ends the run")
     args = parser.parse_args(argv)
-    if args.method == "tabom" and args.window == 1 and args.lam > 0:
+    if args.method != "tabom":
+        args.lam = 0.0                                     # only tabom ranks
+    if args.lam > 0 and args.window == 1:
         stop("--window 1: one token makes no pair to rank; use --window 2 or more, or --lam 0")
     if args.wandb and not importlib.util.find_spec("wandb"):
         stop(f"--wandb {args.wandb}: needs a package: pip install wandb")
@@ -248,6 +250,21 @@ def t3d_loss(logp, ref_logp, x0, valid, a=0.5, b=0.1, c=0.2):
     return loss, {"ce": ce.sum(1) / n}
 
 
+def compute_loss(model, views, args, device):
+    """One micro-batch: the loss of every sample (B,), and the parts of it that are logged."""
+    mask_id = model.config.mask_id
+    ids, attend, pos, x0, valid = collate(views, mask_id, device)
+    logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)           # (B, W, V)  only targets reach the head
+    if args.method == "t3d":
+        with torch.no_grad(), lora.disabled(model):                         # the reference is the frozen base
+            ref_logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
+        return t3d_loss(logp, ref_logp, x0, valid)
+    h = None
+    if args.rank_context == "exact" and args.lam > 0:
+        h = exact_entropies(model, views, mask_id, device)
+    return tabom_loss(logp, x0, valid, args.lam, args.gamma, h)
+
+
 def get_lr(step, args, total_steps):
     # 1) linear warm-up
     if step < args.warmup:
@@ -312,8 +329,7 @@ def main():
     if args.compile:
         model.compile_blocks()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
-    lam = args.lam if args.method == "tabom" else 0.0
-    logged = ["loss", "ce", "rank", "in_order"] if lam > 0 else ["loss", "ce"]      # as the losses return them
+    logged = ["loss", "ce", "rank", "in_order"] if args.lam > 0 else ["loss", "ce"]     # as compute_loss returns them
 
     # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one
     out = Path(args.out)
@@ -338,8 +354,8 @@ def main():
         if log_path.exists():
             lines = log_path.read_text().splitlines()[1:1 + start_step]
         head = {"args": vars(args), "settings": settings, "steps": total_steps, **about_run()}
-        content = "\n".join([json.dumps(head), *lines]) + "\n"
-        write_whole(log_path, content.encode())
+        lines.insert(0, json.dumps(head))
+        write_whole(log_path, "".join(line + "\n" for line in lines).encode())
         trainable = sum(p.numel() for p in params.values())
         print(f"{config.name}: {trainable:,} trainable parameters, {total_steps} steps of {global_batch} samples")
         if args.wandb:
@@ -368,17 +384,7 @@ def main():
             for n in mine[j:j + args.batch_size]:
                 rng = np.random.default_rng([args.seed, epoch, n])
                 views.append((trajs[n], *sample_view(trajs[n], args, rng)))
-            ids, attend, pos, x0, valid = collate(views, config.mask_id, device)
-            logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)   # (B, W, V): only targets reach the head
-            if args.method == "t3d":
-                with torch.no_grad(), lora.disabled(model):                 # the reference is the frozen base
-                    ref_logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
-                loss, parts = t3d_loss(logp, ref_logp, x0, valid)
-            else:
-                h = None
-                if args.rank_context == "exact" and lam > 0:
-                    h = exact_entropies(model, views, config.mask_id, device)
-                loss, parts = tabom_loss(logp, x0, valid, lam, args.gamma, h)
+            loss, parts = compute_loss(model, views, args, device)
             # over the global batch: summed over ranks this is the mean, even if the last batch is short
             (loss.sum() / len(batch)).backward()
             sums += torch.stack([loss, *parts.values()]).detach().sum(1) / len(batch)

@@ -1256,17 +1256,7 @@ def views_of(trajs, args, seed=0) -> list[tuple]:
 
 
 def losses(net, views, args):
-    """What the loop of main computes for one micro-batch: loss (B,) and its parts."""
-    ids, attend, pos, x0, valid = tabom.collate(views, net.config.mask_id, "cpu")
-    logp, h = net(ids, attend, pos).log_softmax(-1), None
-    if args.method == "t3d":
-        with torch.no_grad(), lora.disabled(net):
-            ref_logp = net(ids, attend, pos).log_softmax(-1)
-        return tabom.t3d_loss(logp, ref_logp, x0, valid)
-    lam = args.lam if args.method == "tabom" else 0.0
-    if args.rank_context == "exact" and lam > 0:
-        h = tabom.exact_entropies(net, views, net.config.mask_id, "cpu")
-    return tabom.tabom_loss(logp, x0, valid, lam, args.gamma, h)
+    return tabom.compute_loss(net, views, args, "cpu")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ def stop(message: str):
 
 
 class Parser(argparse.ArgumentParser):
+    """No flag of ours has a meaning below zero; some would be silently wrong."""
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
         for name, value in vars(args).items():
