@@ -2,7 +2,7 @@
 Prompts, trajectory records and the verifier. Nothing that a model wrote is ever executed.
 
 A source is a .jsonl or .parquet file, or one of the paper's data sets by name (SOURCES). A prompt becomes
-{id, prompt, messages, answer, response, kind}; a trajectory record is what decode.py writes (README "Record format").
+{id, prompt, messages, answer, response, kind}; a record, which decode.py writes, becomes a Trajectory.
 """
 import ast
 import importlib.util
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +44,14 @@ def read_lines(path: str):
     """(place, object) for each line of a JSONL file; blank lines, a byte-order mark and CR LF are accepted."""
     if not os.path.isfile(path):
         stop(f"{path}: no such file; give a .jsonl or .parquet file, or one of {', '.join(SOURCES)}")
-    with open(path, encoding="utf-8-sig") as f:
-        for number, line in enumerate(f, 1):
-            if line.strip():
-                place = f"{path}:{number}"
-                yield place, parse_line(place, line)
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    place = f"{path}:{number}"
+                    yield place, parse_line(place, line)
+    except UnicodeDecodeError:
+        stop(f"{path}: is not text; give a .jsonl or .parquet file")
 
 
 def read_rows(source: str):
@@ -80,7 +84,7 @@ def shorten(value) -> str:
     return json.dumps(value, default=str)[:40]
 
 
-def text_of(place: str, row: dict, *names) -> str | None:
+def read_text(place: str, row: dict, *names) -> str | None:
     """The first of these fields that the row has, which must hold text."""
     for name in names:
         if row.get(name) is not None:
@@ -104,10 +108,10 @@ def read_messages(place: str, turns) -> list[dict]:
 
 def read_item(place: str, row: dict) -> dict:
     """A row in any of the usual forms as {id, prompt, messages, answer, response, kind}."""
-    prompt = text_of(place, row, "prompt", "question", "instruction")
-    response = text_of(place, row, "response", "output", "gen_text", "target")
+    prompt = read_text(place, row, "prompt", "question", "instruction")
+    response = read_text(place, row, "response", "output", "gen_text", "target")
     if prompt is not None and "instruction" in row and row.get("input"):
-        prompt += "\n" + text_of(place, row, "input")
+        prompt += "\n" + read_text(place, row, "input")
     messages = [{"role": "user", "content": prompt}]
     if prompt is None:
         messages = read_messages(place, row.get("messages"))
@@ -121,15 +125,22 @@ def read_item(place: str, row: dict) -> dict:
         stop(f"{place}: has no prompt; name it prompt, question, instruction or messages")
 
     answer = row.get("answer")
+    if isinstance(answer, str) and "####" in answer:     # GSM8K's answers are whole solutions
+        response = response or answer
+    return {"id": row.get("id"), "prompt": prompt, "messages": messages, "response": response,
+            "answer": read_answer(place, row), "kind": row.get("kind"), "place": place}
+
+
+def read_answer(place: str, row: dict) -> str | None:
+    """The gold answer, if the row has one."""
+    answer = row.get("answer")
     if isinstance(answer, (dict, list)):
         stop(f"{place}: answer is {shorten(answer)}, not text or a number; correct or delete the line")
     if isinstance(answer, str) and "####" in answer:     # GSM8K: the worked solution, then #### and the number
-        response = response or answer
-        answer = answer.rpartition("####")[2].strip()
+        return answer.rpartition("####")[2].strip()
     if answer is None and isinstance(row.get("target"), str) and row.get("kind") != "code":
-        answer = final_answer(row["target"])
-    return {"id": row.get("id"), "prompt": prompt, "messages": messages, "response": response,
-            "answer": None if answer is None else str(answer), "kind": row.get("kind"), "place": place}
+        return final_answer(row["target"])
+    return None if answer is None else str(answer)
 
 
 def read_prompts(source: str, limit: int = 0) -> list[dict]:
@@ -166,42 +177,57 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
     return tok(text, add_special_tokens=False)["input_ids"]
 
 # -----------------------------------------------------------------------------
-# trajectory records
+# trajectories
 
 @dataclass
 class Trajectory:
-    """One response and how it was decoded. N: response tokens."""
+    """One response and how it was decoded. decode.py fills it, a record holds it, training and evaluation use it."""
     id: object
     prompt: np.ndarray                                   # (P,) token ids
-    response: np.ndarray                                 # (N,) token ids
-    step: np.ndarray                                     # (N,) the step that decoded each position, -1 = never
-    entropy: np.ndarray                                  # (N,) at its own step; 0 where the record does not say
-    order: np.ndarray                                    # positions that may be targets, by (step, entropy, position)
-    jumps: np.ndarray                                    # positions decoded before one to their left (--cut non-ltr)
+    response: np.ndarray                                 # (N,) token ids, the mask where undecided
+    step: np.ndarray                                     # (N,) the step that decoded each position, -1 = undecided
+    entropy: np.ndarray                                  # (N,) at that step, temperature 1, in nats; nan = unknown
+    confidence: np.ndarray                               # (N,) probability of the token, likewise
+    correct: bool | None = None                          # what the verifier says; None = nothing to judge by
+    block: int | None = None                             # tokens per block; None = unknown
+    last: int | None = None                              # no target behind this position (--tail drop)
+    non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
+
+    @property
+    def order(self) -> np.ndarray:
+        """Def. 1: the positions that may be targets, by step; ties inside a step by entropy, then by position."""
+        order = np.lexsort((np.arange(len(self.step)), self.entropy, self.step))
+        order = order[self.step[order] >= 0]
+        return order if self.last is None else order[order <= self.last]
+
+    @property
+    def jumps(self) -> np.ndarray:
+        """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
+        if self.non_ltr is not None:
+            return self.non_ltr
+        when = np.where(self.step < 0, self.step.max() + 1, self.step)
+        latest = np.maximum.accumulate(when)
+        return np.flatnonzero((when < latest) & (self.step >= 0))
 
 
-def first_end(ids, step, end_ids) -> int | None:
+def first_end(traj: Trajectory, end_ids) -> int | None:
     """The position of the first end token if everything up to it is decoded, else None: the response is unfinished."""
-    for i, (token, decoded_at) in enumerate(zip(ids, step, strict=True)):
-        if decoded_at < 0:
+    for i, (token, step) in enumerate(zip(traj.response, traj.step, strict=True)):
+        if step < 0:
             return None
         if token in end_ids:
             return i
     return None
 
 
-def total_order(step, entropy) -> np.ndarray:
-    """Def. 1: decoded positions sorted by step; ties inside a step by entropy, then by position."""
-    order = np.lexsort((np.arange(len(step)), entropy, step))
-    return order[step[order] >= 0]
+def text_of(traj: Trajectory, tok) -> str:
+    """What the response says: the text before its first end token, or all that was decoded."""
+    end = first_end(traj, tok.end_ids)
+    shown = traj.response[traj.step >= 0] if end is None else traj.response[:end]
+    return tok.decode(shown.tolist(), skip_special_tokens=True)
 
-
-def find_jumps(step) -> np.ndarray:
-    """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
-    when = np.where(step < 0, step.max() + 1, step)
-    latest = np.maximum.accumulate(when)
-    return np.flatnonzero((when < latest) & (step >= 0))
-
+# -----------------------------------------------------------------------------
+# records: a field is checked where something would be silently wrong without
 
 def int_list(place: str, record: dict, field: str, low: int, high: int) -> np.ndarray:
     """A field that holds whole numbers in low .. high - 1."""
@@ -215,26 +241,30 @@ def int_list(place: str, record: dict, field: str, low: int, high: int) -> np.nd
     return np.array(values)
 
 
-def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int):
-    """(step, entropy) of a record, checked to fit its tokens. A record without an order is decoded all at once."""
-    N = len(ids)
-    step = np.where(ids == mask_id, -1, 0)
-    if "decoding_order" in record:
-        step = int_list(place, record, "decoding_order", -1, N)
-    if len(step) != N:
-        stop(f"{place}: decoding_order has {len(step)} entries, the response {N} tokens; re-run decode.py")
+def float_list(place: str, record: dict, field: str, N: int) -> np.ndarray:
+    """A field with one number for each token; null, or no such field, is nan: not known is not zero."""
+    values = record.get(field, [None] * N)
+    if not isinstance(values, list) or len(values) != N:
+        stop(f"{place}: {field} is {shorten(values)}, not one number for each of the {N} tokens; re-run decode.py")
+    for value in values:
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            stop(f"{place}: {field} holds {shorten(value)}, not a number; re-run decode.py")
+    return np.array([math.nan if value is None else value for value in values])
+
+
+def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int) -> np.ndarray:
+    """The step of each token, checked to fit the tokens. A record without an order is decoded all at once."""
+    if "decoding_order" not in record:
+        return np.where(ids == mask_id, -1, 0)
+    step = int_list(place, record, "decoding_order", -1, len(ids))
+    if len(step) != len(ids):
+        stop(f"{place}: decoding_order has {len(step)} entries, the response {len(ids)} tokens; re-run decode.py")
     wrong = np.flatnonzero((ids == mask_id) != (step < 0))
-    if "decoding_order" in record and len(wrong):
+    if len(wrong):
         i = wrong[0]
         stop(f"{place}: position {i} holds token {ids[i]}, decoded at step {step[i]}; the mask token {mask_id} belongs "
              f"exactly where the step is -1: pass the --model of the trajectories, or re-run decode.py")
-    entropy = record.get("entropy", [None] * N)
-    if not isinstance(entropy, list) or len(entropy) != N:
-        stop(f"{place}: entropy is {shorten(entropy)}, not one number for each of the {N} tokens; re-run decode.py")
-    for h in entropy:
-        if h is not None and (type(h) not in (int, float) or not math.isfinite(h)):
-            stop(f"{place}: entropy holds {shorten(h)}, not a number; re-run decode.py")
-    return step, np.array([h or 0.0 for h in entropy])
+    return step
 
 
 def from_states(place: str, row: dict, mask_id: int) -> dict:
@@ -259,20 +289,21 @@ def from_states(place: str, row: dict, mask_id: int) -> dict:
     first = (tokens != mask_id).argmax(0)                                       # (N,)
     # the list may begin with an empty canvas: count the steps that decoded something
     step = np.where(decoded, np.searchsorted(np.unique(first[decoded]), first), -1)
-    record = {"id": row.get("idx"), "prompt": row.get("question"), "prompt_token_ids": prompt,
-              "response_token_ids": tokens[-1].tolist(), "decoding_order": step.tolist()}
-    if "gt_answer" in row:
-        record["gt_answer"] = row["gt_answer"]
-    return record
+    # without its is_correct, which is true for all: the answer is judged here
+    return {"id": row.get("idx"), "prompt_token_ids": prompt, "response_token_ids": tokens[-1].tolist(),
+            "decoding_order": step.tolist(), "answer": row.get("gt_answer"), "kind": "math"}
 
 
-def encode_ground_truth(record: dict, tok, length: int) -> list[int]:
+def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
     """A reference answer as the canvas would look: the answer, end of turn, EOS up to the length."""
-    ids = tok(record["response"], add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
-    return ids + tok.end_ids[:1] * (length - len(ids))
+    response = read_item(place, row)["response"]
+    if not response:
+        stop(f"{place}: has no response; correct or delete the line")
+    ids = tok(response, add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
+    return np.array(ids + tok.end_ids[:1] * (length - len(ids)))
 
 
-def decoder_of(row: dict) -> dict:
+def model_info(row: dict) -> dict:
     """What decode.py wrote about the model; {} for records that decode.py did not write."""
     model = row.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):
@@ -281,93 +312,98 @@ def decoder_of(row: dict) -> dict:
     return {}
 
 
-def read_trajectory(place: str, row: dict, number: int, args, config, tok):
-    """A row as a Trajectory, or the reason why it is left out."""
+def read_trajectory(place: str, row: dict, number: int, config, tok, length: int = 256) -> Trajectory:
+    """A record of ours, of the authors' or of d3LLM's, or a prompt with a reference answer (sft)."""
     row = {key: value for key, value in row.items() if value is not None}        # parquet fills up with nulls
     if "trajectory" in row:                              # another format is another function like this one
         row = from_states(place, row, config.mask_id)
-    if args.decoder and row.get("method") not in args.decoder:
-        return "of another --decoder"
-    model = decoder_of(row)
+    model = model_info(row)
     if model and (model["mask_id"], model["vocab_size"]) != (config.mask_id, config.vocab):
         stop(f"{place}: decoded by {model['name']} (mask {model['mask_id']}, vocabulary {model['vocab_size']}), but "
              f"{config.name} has mask {config.mask_id}, vocabulary {config.vocab}; pass the --model that decoded it")
-    if "decoding_order" not in row and args.method != "sft":
-        stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with decode.py, "
-             f"or use --method sft")
+    # tokens
     if "response_token_ids" in row or "decoding_order" in row:
-        ids = int_list(place, row, "response_token_ids", 0, config.vocab)
+        response = int_list(place, row, "response_token_ids", 0, config.vocab)
     else:
-        item = read_item(place, row)
-        if not item["response"]:
-            stop(f"{place}: has no response; correct or delete the line")
-        ids = np.array(encode_ground_truth(item, tok, args.length))
-        if len(ids) > args.length and not args.all:
-            return "longer than --length"
+        response = encode_reference(place, row, tok, length)
     if "prompt_token_ids" in row:
         prompt = int_list(place, row, "prompt_token_ids", 0, config.vocab)
     else:
         prompt = np.array(prompt_ids(tok, read_item(place, row)))
-    if len(prompt) + len(ids) > config.positions:
-        stop(f"{place}: {len(prompt)} + {len(ids)} tokens, the model has {config.positions} positions; delete the line")
-    step, entropy = read_steps(place, row, ids, config.mask_id)
-
+    N = len(response)
+    if len(prompt) + N > config.positions:
+        stop(f"{place}: {len(prompt)} + {N} tokens, the model has {config.positions} positions; delete the line")
+    # how they were decoded
+    traj = Trajectory(row.get("id", number), prompt, response, read_steps(place, row, response, config.mask_id),
+                      float_list(place, row, "entropy", N), float_list(place, row, "confidence", N))
+    if isinstance(row.get("decode"), dict):
+        traj.block = row["decode"].get("block")
+    if "non_ltr_positions" in row:                       # the authors' files; the list may be empty
+        given = row["non_ltr_positions"]
+        traj.non_ltr = np.arange(0) if given == [] else int_list(place, row, "non_ltr_positions", 0, N)
     # with another tokenizer the same ids are other words
-    end = first_end(ids, step, tok.end_ids)
-    text = "" if end is None else tok.decode(ids[:end].tolist(), skip_special_tokens=True)
-    if model and end is not None and isinstance(row.get("response"), str):
-        if text != row["response"]:
-            stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {config.name}, its response is "
-                 f"{row['response'][:40]!r}; pass the --model of the trajectories")
-    order = total_order(step, entropy)
-    if args.tail == "drop" and end is not None:
-        order = order[order <= end]                      # paper silent on the tail; README "Departures"
-    if not args.all and end is None:
+    finished = first_end(traj, tok.end_ids) is not None
+    text = text_of(traj, tok)
+    if model and finished and isinstance(row.get("response"), str) and text != row["response"]:
+        stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {config.name}, its response is "
+             f"{row['response'][:40]!r}; pass the --model of the trajectories")
+    # a record with an answer and without a verdict is judged here
+    traj.correct = row.get("correct")
+    if "correct" not in row and "decoding_order" in row:
+        traj.correct = judge(text, finished, read_answer(place, row), row.get("kind"))
+    return traj
+
+
+def why_not(traj: Trajectory, tok) -> str | None:
+    """Why the paper would not train on it."""
+    if first_end(traj, tok.end_ids) is None:
         return "without an end token"
-    correct = row.get("correct")
-    if "gt_answer" in row:                               # d3LLM calls all of its answers right
-        correct = judge(text, end is not None, row["gt_answer"], "math")
-    if not args.all and correct is False:
-        return "judged wrong"
-    if len(order) < 2:
-        return "shorter than 2 tokens"
-    jumps = find_jumps(step)
-    if row.get("non_ltr_positions") == []:               # the authors' files bring their own; the list may be empty
-        jumps = np.arange(0)
-    elif "non_ltr_positions" in row:
-        jumps = int_list(place, row, "non_ltr_positions", 0, len(ids))
-    return Trajectory(row.get("id", number), prompt, ids, step, entropy, order, jumps)
+    return "judged wrong" if traj.correct is False else None
 
 
-def load_trajectories(args, config, tok) -> list[Trajectory]:
-    """All records of --data that are finished and not judged wrong (or --all of them), checked against the model."""
-    trajs, left_out, names = [], {}, set()
-    for number, (place, row) in enumerate(read_rows(args.data)):
-        if args.limit and number >= args.limit:
+def load_trajectories(source: str, config, tok, everything=False, decoded_by=None, limit=0, length=256, tail="keep",
+                      ordered=True) -> list[Trajectory]:
+    """
+    The records of a source that are finished and not judged wrong, or everything. decoded_by: only these methods;
+    length: of reference answers; tail "drop": no targets after the first end; ordered: each must know its order.
+    """
+    trajs, left_out, names = [], Counter(), set()
+    for number, (place, row) in enumerate(read_rows(source)):
+        if limit and number >= limit:
             break
-        traj = read_trajectory(place, row, number, args, config, tok)
-        if isinstance(traj, str):
-            left_out[traj] = left_out.get(traj, 0) + 1
+        if decoded_by and row.get("method") not in decoded_by:
+            left_out["not --decoded-by these"] += 1
+            continue
+        if ordered and row.get("decoding_order") is None and row.get("trajectory") is None:
+            stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
+                 f"decode.py, or use --method sft")
+        traj = read_trajectory(place, row, number, config, tok, length)
+        if tail == "drop":                               # paper silent on the tail; study/departures.md
+            traj.last = first_end(traj, tok.end_ids)
+        reason = None if everything else why_not(traj, tok)
+        if reason is None and len(traj.order) < 2:
+            reason = "shorter than 2 tokens"
+        if reason:
+            left_out[reason] += 1
         else:
             trajs.append(traj)
-        if decoder_of(row):
-            names.add(decoder_of(row)["name"])
+            names.add(model_info(row).get("name", config.name))
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     if not trajs:
-        stop(f"{args.data}: no record to train on ({reasons or 'it is empty'}); decode more prompts, or use --all "
+        stop(f"{source}: no record to train on ({reasons or 'it is empty'}); decode more prompts, or use --all "
              f"to keep unfinished and wrong ones")
     if os.environ.get("RANK", "0") == "0":
-        print(f"{args.data}: {len(trajs)} records" + (f", left out: {reasons}" if reasons else ""), flush=True)
+        print(f"{source}: {len(trajs)} records" + (f", left out: {reasons}" if reasons else ""), flush=True)
         for other in sorted(names - {config.name}):
-            print(f"warning: {args.data} was decoded by {other}, but {config.name} is trained", flush=True)
+            print(f"warning: {source} was decoded by {other}, but {config.name} is trained", flush=True)
     return trajs
 
 
 def model_of(source: str) -> str:
     """The model that the first record of a trajectory file names."""
     for _, row in read_rows(source):
-        if decoder_of(row):
-            return decoder_of(row)["name"]
+        if model_info(row):
+            return model_info(row)["name"]
         break
     stop(f"{source}: names no model; pass --model")
 

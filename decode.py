@@ -2,14 +2,14 @@
 Decodes prompts with a masked diffusion model and logs the trajectory: which token came at which step, and how certain
 the model was of it.
 
+Look at one decoding, early tokens pale, late ones dark:
+$ python decode.py --model study/base --prompt "38a+3swap====" --show
+
 One GPU, or the CPU:
 $ python decode.py --model Dream-org/Dream-v0-Instruct-7B --prompts MixChain-Z-PRM12K --out traj.jsonl
 
 8 GPUs, each with its share of the prompts:
 $ torchrun --nproc_per_node 8 decode.py --model ... (the same flags)
-
-One decoding in colour, early tokens pale, late ones dark:
-$ python decode.py --model M --prompts prompts.jsonl --show
 
 The response starts as N masks. Every step: one forward, a score for each masked position, and the best positions get
 their token. With the --out of an earlier run it continues that run. Score, schedule and temperature default to the
@@ -17,123 +17,107 @@ model's own decoder; where we depart from it: README "Departures".
 
 B: batch, T: prompt + response, N: response, V: vocabulary, n: masked positions of one row
 """
+import argparse
 import fcntl
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from argparse import Namespace
 from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import lora
-from data import first_end, judge, parse_line, prompt_ids, read_prompts
-from model import load_model, load_tokenizer, read_config
-from util import Bar, new_parser, setup_device, stop
+from data import Trajectory, first_end, judge, parse_line, prompt_ids, read_item, read_prompts, text_of
+from model import entropy, left_pad, load_model, load_tokenizer, read_config
+from util import Bar, Parser, amount, count, find_change, setup_device, stop
 
 # -----------------------------------------------------------------------------
 # settings
 
-def add_decoding_flags(parser):
+# How each family decodes by itself; one that is not listed decodes as LLaDA does. score_filtered: it scores the
+# distribution that it samples from, not the model's
+LLADA = dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=0)
+DREAM = dict(score="entropy", score_filtered=True, schedule="dream", temperature=0.1, top_p=0.9, block=0)
+OWN_DECODER = {"Dream": DREAM, "a2d-qwen2": LLADA | dict(block=32), "a2d-qwen3": LLADA | dict(block=32)}
+
+
+def decoding_flags():
+    """What decides the result. Every flag here is in the records, and eval.py has it too."""
+    parser = argparse.ArgumentParser(add_help=False)
+    flag = parser.add_argument
     # how many tokens, and when
-    parser.add_argument("--length", type=int, default=256, help="N, response tokens")
-    parser.add_argument("--steps", type=int, default=0, help="model steps (default: one per token)")
-    parser.add_argument("--tokens-per-step", type=int, default=0,
-                        help="instead of --steps; the paper also measures 2")
-    parser.add_argument("--threshold", type=float,
-                        help="unmask all tokens above this confidence, at least one")
-    parser.add_argument("--block", type=int, default=0,
-                        help="left to right in blocks of this length (default: the model's own)")
-    parser.add_argument("--schedule", choices=["even", "dream"],
-                        help="tokens over steps (default: the model's own)")
+    flag("--length", type=count, default=0, help="N, response tokens (default: the model's own, else 256)")
+    flag("--steps", type=count, default=0, help="model steps (default: one per token)")
+    flag("--tokens-per-step", type=count, default=0, help="instead of --steps; the paper also measures 2")
+    flag("--threshold", type=amount, help="unmask all tokens above this confidence, at least one")
+    flag("--block", type=count, default=0, help="left to right in blocks of this length (default: the model's own)")
+    flag("--schedule", choices=["even", "dream"], help="tokens over steps (default: the model's own)")
     # which position, which token
-    parser.add_argument("--score", choices=["entropy", "confidence", "margin", "random"],
-                        help="what is unmasked first")
-    parser.add_argument("--temperature", type=float, help="0 = greedy (default: the model's own)")
-    parser.add_argument("--top-p", type=float,
-                        help="nucleus, after the temperature (default: the model's own)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 = off")
-    parser.add_argument("--suppress-eos", choices=["logits", "confidence"],
-                        help="LLaDA's rules for code: never choose EOS, or choose positions that end the text last")
-    # prompts and machine
-    parser.add_argument("--raw-prompt", action="store_true",
-                        help="feed the bare text, without the chat template")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts per forward")
-    parser.add_argument("--seed", type=int, default=0, help="seeds sampling, together with the prompt's id")
-    parser.add_argument("--limit", type=int, default=0, help="only the first prompts")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"],
-                        help="of the weights (default: bf16 if the GPU has it, else fp32)")
+    flag("--score", choices=["entropy", "confidence", "margin", "random"], help="what is unmasked first")
+    flag("--temperature", type=amount, help="0 = greedy (default: the model's own)")
+    flag("--top-p", type=amount, help="nucleus, after the temperature (default: the model's own)")
+    flag("--top-k", type=count, default=0, help="0 = off")
+    flag("--suppress-eos", choices=["logits", "confidence"],
+         help="LLaDA's rules for code: never choose EOS, or choose positions that end the text last")
+    flag("--raw-prompt", action="store_true", help="feed the bare text, without the chat template")
+    flag("--seed", type=int, default=0, help="of all draws, together with the prompt's id")
+    return parser
 
 
-def parse_args(argv=None):
-    parser = new_parser(__doc__)
-    parser.add_argument("--model", required=True, help="hub name or folder")
-    parser.add_argument("--adapter", help="LoRA folder in peft's format")
-    parser.add_argument("--prompts", required=True,
-                        help=".jsonl, .parquet, gsm8k, MixChain-Z-PRM12K or Ling-Coder-SFT")
-    parser.add_argument("--out", help="trajectories, one JSON object per line; continued if it exists")
-    parser.add_argument("--show", action="store_true", help="print the first prompt's decoding in colour")
-    parser.add_argument("--compile", action="store_true",
-                        help="torch.compile the blocks: faster steps after a slow start")
-    add_decoding_flags(parser)
-    return parser.parse_args(argv)
+def flags():
+    parser = Parser(__doc__, parents=[decoding_flags()])
+    flag = parser.add_argument
+    flag("--model", required=True, help="hub name or folder")
+    flag("--adapter", help="LoRA folder in peft's format")
+    flag("--prompts", help=".jsonl, .parquet, gsm8k, MixChain-Z-PRM12K or Ling-Coder-SFT")
+    flag("--prompt", help="one prompt, as text")
+    flag("--limit", type=count, default=0, help="only the first prompts")
+    flag("--out", help="trajectories, one JSON object per line; continued if it exists")
+    flag("--show", action="store_true", help="print the first prompt's decoding in colour")
+    flag("--batch-size", type=int, default=16, help="prompts per forward")
+    flag("--dtype", choices=["bf16", "fp32"], help="of the weights (default: bf16 if the GPU has it, else fp32)")
+    flag("--compile", action="store_true", help="torch.compile the blocks: faster steps after a slow start")
+    return parser
 
 
-@dataclass
-class Settings:
-    """How to decode. A record says it under "decode", but for the last three fields, which are the model's."""
-    length: int
-    steps: int
-    block: int
-    tokens_per_step: int
-    threshold: float | None
-    schedule: str
-    score: str
-    temperature: float
-    top_p: float
-    top_k: int
-    suppress_eos: str | None
-    seed: int
-    score_filtered: bool                                 # score the distribution that tokens are drawn from
-    mask_id: int
-    end_ids: list
-
-
-def make_settings(args, config, end_ids) -> Settings:
-    """The flags, completed by the model's own decoder. Contradictory flags are refused."""
-    own = config.family["decode"]
-    chosen = {}
-    for name in ("score", "schedule", "temperature", "top_p"):
-        given = getattr(args, name)
-        chosen[name] = own[name] if given is None else given
+def make_settings(args, config, end_ids) -> Namespace:
+    """The decoding flags, completed by the model's own decoder. Contradictory flags are refused."""
+    s = Namespace(**{name: getattr(args, name) for name in vars(decoding_flags().parse_args([]))})
+    own = OWN_DECODER.get(config.model_type, LLADA)
     # Dream's own schedule has neither blocks nor a fixed number of tokens per step
-    if args.schedule is None and (args.block or args.tokens_per_step or args.threshold is not None):
-        chosen["schedule"] = "even"
+    if s.schedule is None and (s.block or s.tokens_per_step or s.threshold is not None):
+        s.schedule = "even"
+    for name in ("score", "schedule", "temperature", "top_p"):
+        if getattr(s, name) is None:
+            setattr(s, name, own[name])
+    # what the loop needs besides
+    s.score_filtered, s.mask_id, s.end_ids = own["score_filtered"], config.mask_id, end_ids
 
-    # lengths, blocks and steps must fit each other
-    block = args.block or min(own["block"], args.length) or args.length
-    if args.length % block:
-        whose = "--block" if args.block else "the model's own block"
-        stop(f"--length {args.length}, {whose} {block}: the length must be a multiple of the block")
-    blocks = args.length // block
-    if sum([args.steps > 0, args.tokens_per_step > 0, args.threshold is not None]) > 1:
+    # length, blocks and steps must fit each other
+    s.length = s.length or config.length
+    whose = "--block" if s.block else "the model's own block"
+    s.block = s.block or min(own["block"], s.length) or s.length
+    if s.length % s.block:
+        stop(f"--length {s.length}, {whose} {s.block}: the length must be a multiple of the block")
+    blocks = s.length // s.block
+    if sum([s.steps > 0, s.tokens_per_step > 0, s.threshold is not None]) > 1:
         stop("--steps, --tokens-per-step, --threshold: each says how many tokens a step unmasks; give one of them")
-    if args.tokens_per_step > block:
-        stop(f"--tokens-per-step {args.tokens_per_step}: a block has only {block} tokens; give a larger --block")
-    if chosen["schedule"] == "dream" and (blocks > 1 or args.tokens_per_step or args.threshold is not None):
+    if s.tokens_per_step > s.block:
+        stop(f"--tokens-per-step {s.tokens_per_step}: a block has only {s.block} tokens; give a larger --block")
+    if s.schedule == "dream" and (blocks > 1 or s.tokens_per_step or s.threshold is not None):
         stop("--schedule dream: has no blocks, tokens per step or threshold; use --schedule even")
-    steps = args.steps or args.length
-    if args.tokens_per_step:
-        steps = blocks * -(-block // args.tokens_per_step)
-    if steps > args.length or steps % blocks:
-        stop(f"--steps {steps}: must be at most the length {args.length}, and a multiple of the {blocks} blocks")
-    return Settings(args.length, steps, block, args.tokens_per_step, args.threshold, **chosen, top_k=args.top_k,
-                    suppress_eos=args.suppress_eos, seed=args.seed, score_filtered=own["score_filtered"],
-                    mask_id=config.mask_id, end_ids=end_ids)
+    s.steps = s.steps or s.length
+    if s.tokens_per_step:
+        s.steps = blocks * -(-s.block // s.tokens_per_step)
+    if s.steps > s.length or s.steps % blocks:
+        stop(f"--steps {s.steps}: must be at most the length {s.length}, and a multiple of the {blocks} blocks")
+    return s
 
 
-def schedule(s: Settings) -> list[int]:
+def schedule(s) -> list[int]:
     """How many tokens each step unmasks, over all blocks. Empty with --threshold: the model's confidence decides."""
     if s.threshold is not None:
         return []
@@ -142,9 +126,9 @@ def schedule(s: Settings) -> list[int]:
         t = torch.linspace(1, 1e-3, s.steps + 1)
         counts, masks = [], s.length
         for i in range(s.steps):
-            count = int(masks * (1 - t[i + 1] / t[i])) if i < s.steps - 1 else masks
-            counts.append(count)
-            masks -= count
+            unmasked = int(masks * (1 - t[i + 1] / t[i])) if i < s.steps - 1 else masks
+            counts.append(unmasked)
+            masks -= unmasked
         return counts
     # every block is spent before the next one starts
     blocks = s.length // s.block
@@ -160,12 +144,6 @@ def schedule(s: Settings) -> list[int]:
 
 # -----------------------------------------------------------------------------
 # one step of one row: which token, and which position first
-
-def entropy(logits):
-    """(n, V) -> (n,), in nats."""
-    logp = logits.log_softmax(-1)
-    return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)   # clamp: 0 * -inf would be nan
-
 
 def without(logits, tokens):
     """A copy in which these tokens have no probability."""
@@ -220,7 +198,7 @@ def score_positions(logits, token, s, rng):
     # Dream scores the distribution that it samples from, LLaDA the model's own
     z = filter_logits(logits, s) if s.score_filtered else logits
     if s.score == "entropy":
-        return entropy(z)
+        return entropy(z.log_softmax(-1))
     if s.score == "confidence":
         return -z.softmax(-1).gather(-1, token[:, None])[:, 0]
     if s.score == "margin":
@@ -228,58 +206,82 @@ def score_positions(logits, token, s, rng):
         return top2[:, 1] - top2[:, 0]
     return torch.rand(len(z), generator=rng, device=z.device)
 
+
+def choose(z, count, s, rng, token_z=None):
+    """
+    One step of one row. z (n, V): logits at its masked positions; count: how many to unmask, None = by --threshold;
+    token_z (n, V): logits of the model that names the tokens, if it is another one.
+    Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
+    """
+    h = entropy(z.log_softmax(-1))                                                           # (n,)
+    # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow
+    token = sure = None
+    if s.score == "confidence" or s.threshold is not None:
+        token, sure = draw_tokens(z, s, rng)                                                 # (n,), (n,)
+    # the best first; ties by the raw entropy, then by position
+    score = score_positions(z, token, s, rng)                                                # (n,)
+    order = h.argsort(stable=True)
+    order = order[score[order].argsort(stable=True)]
+    # as many as the schedule says, or all that are certain enough, at least one
+    where = order[:count]
+    if s.threshold is not None:
+        certain = order[sure[order] > s.threshold]
+        where = certain if len(certain) else order[:1]
+    # their tokens
+    if token_z is not None:
+        token, sure = draw_tokens(token_z[where], s, rng)
+    elif token is None:
+        token, sure = draw_tokens(z[where], s, rng)
+    else:
+        token, sure = token[where], sure[where]
+    return where, token, h[where], sure
+
 # -----------------------------------------------------------------------------
 # the loop
 
-@dataclass
-class Row:
-    """One prompt while it is decoded. step[i] is the step at which position i was unmasked, -1 while it is masked."""
-    id: str
-    prompt: list
-    canvas: np.ndarray                                   # (N,) token ids, mask_id where undecided
-    step: np.ndarray                                     # (N,)
-    entropy: np.ndarray                                  # (N,) at its own step, temperature 1, nats
-    confidence: np.ndarray                               # (N,) probability of the chosen token, likewise
-    steps_done: int = 0
-
-
-def new_row(id, prompt, s):
+def new_trajectory(id, prompt, s) -> Trajectory:
+    """A response of N masks."""
     N = s.length
-    return Row(id, prompt, np.full(N, s.mask_id), np.full(N, -1), np.zeros(N), np.zeros(N))
+    unknown = np.full((2, N), np.nan)
+    return Trajectory(id, np.array(prompt), np.full(N, s.mask_id), np.full(N, -1), *unknown, block=s.block)
 
 
-def is_done(row, s):
+def is_done(traj, s) -> bool:
     """All is decoded, or all before the first EOS: what comes after it cannot change the text."""
-    return bool((row.step >= 0).all()) or first_end(row.canvas, row.step, s.end_ids) is not None
+    return bool((traj.step >= 0).all()) or first_end(traj, s.end_ids) is not None
 
 
-def decode_batch(rows, s, device):
+def next_step(traj, counts: list[int]):
+    """(number of this step, how many tokens it unmasks); None = by --threshold."""
+    step = int(traj.step.max()) + 1
+    if not counts:
+        return step, None
+    while counts[step] == 0:                             # Dream's first step may unmask nothing
+        step += 1
+    return step, counts[step]
+
+
+def pack(live, s, device):
     """ids, attend (B, T) and pos (B, n) for the model; each row's masked positions in its first unfinished block."""
-    N = s.length
-    T = max(len(row.prompt) for row in rows) + N
-    ids    = np.zeros((len(rows), T), dtype=np.int64)
-    attend = np.zeros((len(rows), T), dtype=bool)        # False on left padding
-    pos    = np.full((len(rows), s.block), T - 1)        # a row with fewer masks than others asks for the last position
+    ids, attend = left_pad([np.concatenate([traj.prompt, traj.response]) for traj in live])
+    B, T = ids.shape
     masked = []
-    # one row per prompt
-    for b, row in enumerate(rows):
-        start = T - N - len(row.prompt)
-        ids[b, start:T - N] = row.prompt
-        ids[b, T - N:] = row.canvas
-        attend[b, start:] = True
-        block = np.argmax(row.step < 0) // s.block * s.block
-        masked.append(block + np.flatnonzero(row.step[block:block + s.block] < 0))
-        pos[b, :len(masked[b])] = T - N + masked[b]
-    pos = pos[:, :max(len(m) for m in masked)]
+    for traj in live:
+        block = np.argmax(traj.step < 0) // s.block * s.block
+        masked.append(block + np.flatnonzero(traj.step[block:block + s.block] < 0))
+    # a row with fewer masks than others asks for the last position, and ignores the answer
+    pos = np.full((B, max(len(m) for m in masked)), T - 1)
+    for b, m in enumerate(masked):
+        pos[b, :len(m)] = T - s.length + m
     return [torch.from_numpy(x).to(device) for x in (ids, attend, pos)], masked
 
 
 @torch.no_grad()
-def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
+def decode(model, prompts, s, batch_size: int = 16, token_model=None):
     """
-    prompts: list of (id, token ids). Yields a Row whenever one is finished; the next prompt takes its place. Each row
-    is scored alone and has its own random numbers: which rows share a batch changes nothing but the rounding.
-    token_model: another model that chooses the tokens, while `model` chooses their positions (eval.py --swap).
+    prompts: list of (id, token ids). Yields a Trajectory whenever one is finished; the next prompt takes its place.
+    Each row is scored alone and has its own random numbers: which rows share a batch changes nothing but the rounding.
+    token_model: another model that names the tokens, while `model` chooses their positions (eval.py --swap).
     """
     device = next(model.parameters()).device
     counts = schedule(s)
@@ -288,75 +290,72 @@ def decode(model, prompts, s: Settings, batch_size: int = 16, token_model=None):
     while waiting or live:
         # fill the batch up
         while waiting and len(live) < batch_size:
-            live.append(new_row(*waiting.pop(), s))
-        # Dream's first step may unmask nothing: no forward for it
-        for row in live:
-            while counts and counts[row.steps_done] == 0:
-                row.steps_done += 1
+            live.append(new_trajectory(*waiting.pop(), s))
 
         # one forward for all rows
-        batch, candidates = decode_batch(live, s, device)
+        batch, masked = pack(live, s, device)
         logits = model(*batch)                                                               # (B, n, V)
-        token_logits = token_model(*batch) if token_model else logits
+        token_logits = token_model(*batch) if token_model else None
 
-        # per row: which positions, and their tokens
-        results = []
-        for b, (row, masked) in enumerate(zip(live, candidates, strict=True)):
-            z = logits[b, :len(masked)].float()                                              # (n, V)
-            h = entropy(z)                                                                   # (n,)  what is logged
-            # the seed depends on the prompt and the step, not on the batch
-            seed = crc32(f"{s.seed}/{row.id}/{row.steps_done}".encode())
-            rng = torch.Generator(device).manual_seed(seed)
-            # entropy and margin order positions without knowing the tokens: drawing them all would be the slowest line
-            draw_first = s.score == "confidence" or s.threshold is not None
-            guess, sure = draw_tokens(z, s, rng) if draw_first else (None, None)             # (n,), (n,)
-            score = score_positions(z, guess, s, rng)                                        # (n,)
+        # each row by itself; the seed depends on the prompt and the step, not on the batch
+        chosen = []
+        for b, traj in enumerate(live):
+            n = len(masked[b])
+            step, count = next_step(traj, counts)
+            rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
+            token_z = token_logits[b, :n].float() if token_model else None
+            chosen.append((step, choose(logits[b, :n].float(), count, s, rng, token_z)))
+        del logits, token_logits, token_z                                                    # before the next forward
 
-            # the best first; ties by the raw entropy, then by position
-            order = h.argsort(stable=True)
-            order = order[score[order].argsort(stable=True)]
-            # as many as the schedule says, or all that are certain enough
-            if counts:
-                chosen = order[:counts[row.steps_done]]
-            else:
-                chosen = order[sure[order] > s.threshold]
-                chosen = chosen if len(chosen) else order[:1]
-            # their tokens
-            if draw_first and not token_model:
-                token, confidence = guess[chosen], sure[chosen]
-            else:
-                token, confidence = draw_tokens(token_logits[b, chosen].float(), s, rng)
-            results.append(torch.stack([chosen.float(), token.float(), h[chosen], confidence]))
-
-        # one copy from the device for all rows; fp32 holds token ids exactly
-        sizes = [result.shape[1] for result in results]
-        results = torch.cat(results, 1).cpu().split(sizes, 1)
         # unmask; finished rows leave
-        unfinished = []
-        for row, masked, result in zip(live, candidates, results, strict=True):
-            if not result.isfinite().all():
-                stop(f"prompt {row.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
-            chosen, token, h, confidence = result.numpy()
-            where = masked[chosen.astype(int)]
-            row.canvas[where] = token.astype(int)
-            row.step[where] = row.steps_done
-            row.entropy[where] = h
-            row.confidence[where] = confidence
-            row.steps_done += 1
-            if is_done(row, s):
-                yield row
-            else:
-                unfinished.append(row)
-        live = unfinished
+        for traj, positions, (step, results) in zip(live, masked, chosen, strict=True):
+            where, token, h, sure = [x.cpu().numpy() for x in results]
+            if not np.isfinite(h).all():
+                stop(f"prompt {traj.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
+            where = positions[where]
+            traj.step[where] = step
+            traj.response[where] = token
+            traj.entropy[where] = h
+            traj.confidence[where] = sure
+            if is_done(traj, s):
+                yield traj
+        live = [traj for traj in live if not is_done(traj, s)]
+
+
+def decode_all(model, tok, config, items, s, batch_size, label, token_model=None) -> list[Trajectory]:
+    """All items, decoded and judged, in their order. Every rank decodes its share, and gets the others' too."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    prompts = encode_prompts(items, tok, config, s)
+    trajs = {id: new_trajectory(id, prompt, s) for id, prompt in prompts}
+    mine = sorted(prompts, key=lambda prompt: len(prompt[1]))[rank::world_size]
+    bar = Bar(len(mine), label)
+    for done, traj in enumerate(decode(model, mine, s, batch_size, token_model), 1):
+        trajs[traj.id] = traj
+        bar(done)
+    trajs = list(trajs.values())
+    if world_size > 1:
+        # a sum over ranks, to which each adds zeros for what it has not decoded
+        mine = {id for id, _ in mine}
+        table = torch.zeros(len(trajs), 4, s.length, dtype=torch.float64)
+        for n, traj in enumerate(trajs):
+            if traj.id in mine:
+                table[n] = torch.from_numpy(np.stack([traj.response, traj.step, traj.entropy, traj.confidence]))
+        dist.all_reduce(table)
+        for traj, (response, step, h, sure) in zip(trajs, table.numpy(), strict=True):
+            traj.response, traj.step = response.astype(int), step.astype(int)
+            traj.entropy, traj.confidence = h, sure
+    for traj, item in zip(trajs, items, strict=True):
+        judge_answer(traj, item, tok)
+    return trajs
 
 # -----------------------------------------------------------------------------
 # records
 
-def encode_prompts(items, tok, config, s, raw: bool) -> list[tuple]:
+def encode_prompts(items, tok, config, s) -> list[tuple]:
     """[(id, token ids)], each checked to fit the model."""
     pairs = []
     for item in items:
-        ids = prompt_ids(tok, item, raw)
+        ids = prompt_ids(tok, item, s.raw_prompt)
         if len(ids) + s.length > config.positions:
             stop(f"{item['place']}: {len(ids)} prompt tokens and --length {s.length}, but the model has "
                  f"{config.positions} positions; delete the line, or give a smaller --length")
@@ -364,40 +363,38 @@ def encode_prompts(items, tok, config, s, raw: bool) -> list[tuple]:
     return pairs
 
 
-def record_head(args, config, s, tok, dtype) -> dict:
+def record_head(config, s, tok, dtype, adapter) -> dict:
     """What every record of one run says about how it was made."""
-    settings = asdict(s)
-    for name in ("score_filtered", "mask_id", "end_ids"):
-        del settings[name]
     model = {"name": config.name, "mask_id": config.mask_id, "vocab_size": config.vocab, "end_ids": tok.end_ids}
     # the authors' loader knows LLaDA's own decoding as "default"
     method = "default" if (config.model_type, s.score) == ("llada", "confidence") else s.score
-    settings |= {"raw_prompt": args.raw_prompt, "adapter": args.adapter, "dtype": str(dtype)}
-    return {"method": method, "model": model, "decode": settings}
+    settings = {name: getattr(s, name) for name in vars(decoding_flags().parse_args([]))}
+    return {"method": method, "model": model, "decode": settings | {"adapter": adapter, "dtype": str(dtype)}}
 
 
-def make_record(row, item, tok, s, head: dict) -> dict:
+def make_record(traj, item, tok, head: dict) -> dict:
     """README "Record format"."""
-    # the text is what comes before the first EOS
-    end = first_end(row.canvas, row.step, s.end_ids)
-    shown = row.canvas[row.step >= 0] if end is None else row.canvas[:end]
-    text = tok.decode(shown.tolist(), skip_special_tokens=True)
     logged = {}
     for name in ("entropy", "confidence"):
-        values = zip(getattr(row, name), row.step, strict=True)
-        logged[name] = [float(f"{x:.6g}") if step >= 0 else None for x, step in values]
-    return {"id": item["id"], "prompt": item["prompt"], "response": text, "response_token_ids": row.canvas.tolist(),
-            "decoding_order": row.step.tolist(), "prompt_token_ids": list(row.prompt), **logged,
-            "answer": item["answer"], "correct": judge(text, end is not None, item["answer"], item["kind"]), **head}
+        logged[name] = [None if np.isnan(x) else float(f"{x:.6g}") for x in getattr(traj, name)]
+    return {"id": item["id"], "prompt": item["prompt"], "response": text_of(traj, tok),
+            "response_token_ids": traj.response.tolist(), "decoding_order": traj.step.tolist(),
+            "prompt_token_ids": traj.prompt.tolist(), **logged, "answer": item["answer"], "kind": item["kind"],
+            "correct": traj.correct, **head}
+
+
+def judge_answer(traj, item, tok):
+    """Fills in whether the response is right."""
+    finished = first_end(traj, tok.end_ids) is not None
+    traj.correct = judge(text_of(traj, tok), finished, item["answer"], item["kind"])
 
 
 def check_same_run(place: str, record: dict, head: dict, prompt_of: dict):
     """A record that this run would not have written must not be continued."""
     for part in ("model", "decode"):
-        for key, now in head[part].items():
-            before = (record.get(part) or {}).get(key)
-            if before != now:
-                stop(f"{place}: was decoded with {key} {before!r}, now it is {now!r}; give another --out")
+        changed = find_change(record.get(part) or {}, head[part], flags())
+        if changed:
+            stop(f"{place}: was decoded with {changed}; give another --out")
     prompt = prompt_of.get(str(record["id"]), record["prompt_token_ids"])
     if prompt != record["prompt_token_ids"]:
         stop(f"{place}: id {record['id']!r} has another prompt there; give another --out, or other ids")
@@ -433,34 +430,40 @@ def append_record(path: str, record: dict):
         f.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
-def show_in_colour(row, tok):
-    """The response with one shade per token, pale = early, dark = late; a dot was never decoded."""
+def show_in_colour(traj, tok):
+    """The response with one shade per token, pale = early, dark = late; _ ends it, a dot was never decoded."""
     # colours of a 256-colour terminal, with black or white text on them
     shades = [231, 194, 157, 120, 83, 47, 41, 35, 29, 23, 22]
-    last = max(1, row.step.max())
-    for token, step in zip(row.canvas, row.step, strict=True):
+    last = max(1, traj.step.max())
+    for token, step in zip(traj.response, traj.step, strict=True):
         if step < 0:
             print(".", end="")
         else:
             ink = 16 if step < 0.6 * last else 231
-            print(f"\033[48;5;{shades[10 * step // last]};38;5;{ink}m{tok.decode([int(token)])}\033[0m", end="")
+            word = "_" if token in tok.end_ids else tok.decode([int(token)])
+            print(f"\033[48;5;{shades[10 * step // last]};38;5;{ink}m{word}\033[0m", end="")
     print()
 
 # -----------------------------------------------------------------------------
 
 def main():
-    args = parse_args()
+    args = flags().parse_args()
     if not args.out and not args.show:
         stop("--out: give a file for the trajectories, or --show to look at one decoding")
+    if (args.prompts is None) == (args.prompt is None):
+        stop('--prompts, --prompt: give one of them, a file or "a text"')
     rank, world_size, device, dtype = setup_device(args.dtype)
 
     # prompts, and what an earlier run has done of them
     config = read_config(args.model)
     tok = load_tokenizer(config)
     s = make_settings(args, config, tok.end_ids)
-    items = read_prompts(args.prompts, 1 if args.show else args.limit)
-    prompts = encode_prompts(items, tok, config, s, args.raw_prompt)
-    head = record_head(args, config, s, tok, dtype)
+    if args.prompt is not None:
+        items = [read_item("--prompt", {"id": 0, "prompt": args.prompt})]
+    else:
+        items = read_prompts(args.prompts, 1 if args.show else args.limit)
+    prompts = encode_prompts(items, tok, config, s)
+    head = record_head(config, s, tok, dtype, args.adapter)
     done = read_done(args.out, head, prompts) if args.out else set()
     by_id = {str(item["id"]): item for item in items}
 
@@ -478,23 +481,26 @@ def main():
     if args.compile:
         model.compile_blocks()
 
-    # decode; every finished row is written at once
+    # decode; every finished response is written at once
     bar, start = Bar(total, "decode"), time.time()
-    count = tokens = valid = 0
+    decoded = tokens = valid = 0
     for shard in shards:
-        for row in decode(model, shard, s, args.batch_size):
-            if row.id in done:
+        for traj in decode(model, shard, s, args.batch_size):
+            if traj.id in done:
                 continue
-            record = make_record(row, by_id[row.id], tok, s, head)
+            item = by_id[traj.id]
+            judge_answer(traj, item, tok)
             if args.out:
-                append_record(args.out, record)
+                append_record(args.out, make_record(traj, item, tok, head))
             if args.show:
-                show_in_colour(row, tok)
-            count += 1
-            tokens += int((row.step >= 0).sum())
-            valid += record["correct"] is not False
-            bar(count, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / count:.0f} % valid")
-    print(f"rank {rank}: {count} responses decoded, {valid} of them valid; {len(done)} were there before", flush=True)
+                print(item["prompt"])
+                show_in_colour(traj, tok)
+                return
+            decoded += 1
+            tokens += int((traj.step >= 0).sum())
+            valid += traj.correct is not False
+            bar(decoded, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / decoded:.0f} % valid")
+    print(f"rank {rank}: {decoded} responses decoded, {valid} of them valid; {len(done)} were there before", flush=True)
 
 
 if __name__ == "__main__":

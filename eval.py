@@ -1,74 +1,76 @@
 """
 Measures a model and any number of LoRA adapters on it.
 
-Accuracy at 1 and 2 tokens per step, TDS, order agreement, cross-entropy against mask ratio, and pictures of them:
-$ python eval.py --model M --adapter sft=out/sft/epoch-5 tabom=out/tabom/epoch-5 --prompts math.jsonl logic.jsonl \\
-      --parallel 1 2 --tds 64 --order heldout.jsonl --ce gt.jsonl traj.jsonl --pictures --out results
+Accuracy at 1 and 2 tokens per step, TDS, order agreement, cross-entropy against mask ratio:
+$ python eval.py --model M --adapter sft=out/sft/last tabom=out/tabom/last --prompts math.jsonl logic.jsonl \\
+      --parallel 1 2 --tds 64 --order heldout.jsonl --ce gt.jsonl traj.jsonl --out results
 
 Benchmarks, by lm-evaluation-harness with the paper's decoding table:
-$ torchrun --nproc_per_node 8 eval.py --model M --adapter out/tabom/epoch-5 --tasks gsm8k_cot,minerva_math500
+$ torchrun --nproc_per_node 8 eval.py --model M --adapter out/tabom/last --tasks gsm8k_cot,minerva_math500
 
-Every number goes to OUT/NAME.json with settings, versions and hardware; what is there is not measured again. "base" is
-the model without an adapter.
+Every number goes to OUT/NAME.json with settings, versions and hardware; what is there is not measured again, unless the
+adapter's weights are others now. "base" is the model without an adapter. study/report.py draws what is measured here.
 """
 import importlib.util
 import json
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import lora
-from data import Trajectory, first_end, load_trajectories, read_lines, read_prompts, read_trajectory
-from decode import add_decoding_flags, decode, encode_prompts, entropy, make_record, make_settings, record_head
-from model import load_model, load_tokenizer, read_config
-from tabom import collate, sample_view
-from tabom import parse_args as tabom_args
-from util import Bar, about_run, init_process_group, new_parser, read_json, setup_device, stop, write_whole
+from data import first_end, load_trajectories, read_prompts, text_of
+from decode import decode_all, decoding_flags, make_record, make_settings, record_head
+from model import entropy, load_model, load_tokenizer, read_config
+from tabom import View, collate, tabom_view
+from util import Parser, about_run, count, find_change, init_process_group, read_json, setup_device, stop, write_whole
 
-# the paper's decoding table: response tokens = steps, and LLaDA's block; IFEval is not in it: 512, one block.
-# The last entry is --suppress-eos, by which the release decodes code with LLaDA
+# how each benchmark is decoded: the paper's table, IFEval and --suppress-eos (LLaDA's rules for code) as released.
+# Tokens are as many as steps; without a block there is one
 BENCHMARKS = {
-    "Dream": {"gsm8k": (256, 0, None), "math500": (512, 0, None), "mbpp": (1024, 0, None), "humaneval": (768, 0, None),
-              "ifeval": (512, 0, None)},
-    "llada": {"gsm8k": (512, 8, None), "math500": (512, 64, None), "mbpp": (256, 0, "confidence"),
-              "humaneval": (512, 0, "logits"), "ifeval": (512, 0, None)},
+    "Dream": {"gsm8k": dict(length=256), "math500": dict(length=512), "mbpp": dict(length=1024),
+              "humaneval": dict(length=768), "ifeval": dict(length=512)},
+    "llada": {"gsm8k": dict(length=512, block=8), "math500": dict(length=512, block=64),
+              "mbpp": dict(length=256, suppress_eos="confidence"),
+              "humaneval": dict(length=512, suppress_eos="logits"), "ifeval": dict(length=512)},
 }
 
 
-def parse_args(argv=None):
-    parser = new_parser(__doc__)
-    parser.add_argument("--model", required=True, help="hub name or folder")
-    parser.add_argument("--adapter", nargs="*", default=[], help="adapter folders, DIR or NAME=DIR")
-    parser.add_argument("--no-base", action="store_true", help="do not measure the model without an adapter")
-    parser.add_argument("--out", default="results", help="folder for JSON and pictures")
+def flags():
+    parser = Parser(__doc__, parents=[decoding_flags()])
+    flag = parser.add_argument
+    flag("--model", required=True, help="hub name or folder")
+    flag("--adapter", nargs="*", default=[], help="adapter folders, DIR or NAME=DIR")
+    flag("--no-base", action="store_true", help="do not measure the model without an adapter")
+    flag("--out", default="results", help="folder for the results")
     # what to measure
-    parser.add_argument("--prompts", nargs="*", default=[],
-                        help="prompts with answers; a file's stem names the domain")
-    parser.add_argument("--parallel", type=int, nargs="+", default=[],
-                        help="accuracy at these numbers of tokens per step")
-    parser.add_argument("--tds", type=int, default=0,
-                        help="trajectories for TDS, of the first file of --prompts")
-    parser.add_argument("--order", help="held-out trajectories for the share of pairs in order")
-    parser.add_argument("--window", type=int, default=32, help="W of --order")
-    parser.add_argument("--ce", nargs=2, metavar=("GT", "SD"),
-                        help="cross-entropy of the base against mask ratio")
-    parser.add_argument("--swap", action="store_true",
-                        help="also the adapter's tokens in the base's order, and the reverse")
-    parser.add_argument("--keep", action="store_true", help="keep the decoded records")
-    parser.add_argument("--pictures", action="store_true", help="draw what was measured")
+    flag("--prompts", nargs="*", default=[], help="prompts with answers; a file's stem names the domain")
+    flag("--limit", type=count, default=0, help="only the first prompts of each file")
+    flag("--parallel", type=int, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
+    flag("--tds", type=count, default=0, help="trajectories for TDS, of the first file of --prompts")
+    flag("--order", help="held-out trajectories for the share of pairs in order")
+    flag("--window", type=count, default=32, help="W of --order")
+    flag("--ce", nargs=2, metavar=("GT", "SD"), help="cross-entropy of the base against mask ratio")
+    flag("--swap", action="store_true", help="also the adapter's tokens in the base's order, and the reverse")
+    flag("--keep", action="store_true", help="keep the decoded records")
     # lm-evaluation-harness
-    parser.add_argument("--tasks", help="harness tasks, separated by commas")
-    parser.add_argument("--task-path", help="folder with harness tasks of your own")
-    parser.add_argument("--num-fewshot", type=int, default=0)
-    parser.add_argument("--confirm-run-unsafe-code", action="store_true",
-                        help="code tasks may run what a model wrote")
-    add_decoding_flags(parser)
-    parser.set_defaults(length=None)                     # not given: the benchmark's own, else 256
-    args = parser.parse_args(argv)
+    flag("--tasks", help="harness tasks, separated by commas")
+    flag("--task-path", help="folder with harness tasks of your own")
+    flag("--num-fewshot", type=int, default=0)
+    flag("--confirm-run-unsafe-code", action="store_true", help="code tasks may run what a model wrote")
+    # system
+    flag("--batch-size", type=int, default=16, help="prompts per forward")
+    flag("--dtype", choices=["bf16", "fp32"], help="of the weights (default: bf16 if the GPU has it, else fp32)")
+    return parser
+
+
+def parse_args(argv=None):
+    args = flags().parse_args(argv)
     if args.tasks and (args.prompts or args.order or args.ce or args.parallel):
         stop("--tasks: is measured alone; its tokens per step are --tokens-per-step")
     if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
@@ -80,40 +82,18 @@ def parse_args(argv=None):
         stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
     if args.tds and not args.prompts:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts")
-    if args.pictures and not importlib.util.find_spec("matplotlib"):
-        stop("--pictures: needs a package: pip install matplotlib")
     return args
 
 # -----------------------------------------------------------------------------
-# decoding, shared by the ranks
+# measures of decoding
 
-def decode_items(model, tok, config, items, s, args, label, token_model=None):
-    """The records of all items, in their order. Each rank decodes its share and reads the others' from files."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    head = record_head(args, config, s, tok, next(model.parameters()).dtype)
-    prompts = sorted(encode_prompts(items, tok, config, s, args.raw_prompt), key=lambda prompt: len(prompt[1]))
-    mine = prompts[rank::world_size]
-    by_id = {str(item["id"]): item for item in items}
-    records, bar = {}, Bar(len(mine), label)
-    for row in decode(model, mine, s, args.batch_size, token_model):
-        records[row.id] = make_record(row, by_id[row.id], tok, s, head)
-        bar(len(records))
-    if world_size > 1:
-        out = Path(args.out)
-        write_whole(out / f"rank-{rank}.json", json.dumps(records).encode())
-        dist.barrier()
-        for other in range(world_size):
-            records |= read_json(out / f"rank-{other}.json")
-        dist.barrier()                                   # all have read before anybody writes again
-        (out / f"rank-{rank}.json").unlink()
-    return [records[str(item["id"])] for item in items]
-
-# -----------------------------------------------------------------------------
-# measures
-
-def accuracy(records) -> dict:
-    right = sum(record["correct"] is True for record in records)
-    return {"right": right, "n": len(records), "share": right / len(records)}
+def accuracy(trajs) -> dict:
+    """The share that is right, and how many tokens a forward has really decoded."""
+    right = sum(traj.correct is True for traj in trajs)
+    tokens = sum((traj.step >= 0).sum() for traj in trajs)
+    forwards = sum(len(np.unique(traj.step[traj.step >= 0])) for traj in trajs)
+    return {"right": right, "n": len(trajs), "share": right / len(trajs),
+            "tokens_per_forward": float(tokens / forwards)}
 
 
 class WithoutAdapter(torch.nn.Module):
@@ -127,36 +107,38 @@ class WithoutAdapter(torch.nn.Module):
             return self.model(*batch)
 
 
-def swap(model, tok, config, items, s, args, label) -> dict:
+def swap(model, tok, config, items, s, batch_size) -> dict:
     """
     Order or knowledge? One of base and adapter chooses the positions, the other their tokens. If an adapter's tokens
     are as good as the base's in the base's order, and not in its own, training has spoiled the order and nothing else.
     """
     base = WithoutAdapter(model)
-    return {
-        "adapter's tokens, base's order": accuracy(decode_items(base, tok, config, items, s, args, label, model)),
-        "base's tokens, adapter's order": accuracy(decode_items(model, tok, config, items, s, args, label, base)),
-    }
+    ours = decode_all(base, tok, config, items, s, batch_size, "swap", token_model=model)
+    theirs = decode_all(model, tok, config, items, s, batch_size, "swap", token_model=base)
+    return {"adapter's tokens, base's order": accuracy(ours), "base's tokens, adapter's order": accuracy(theirs)}
 
+# -----------------------------------------------------------------------------
+# measures of certainty
 
 @torch.no_grad()
 def token_stats(model, views, mask_id, batch_size):
-    """views: list of (traj, visible, targets). Yields cross-entropy and entropy of each view's targets, two arrays."""
+    """Yields cross-entropy and entropy of each view's targets, two arrays."""
     device = next(model.parameters()).device
     for i in range(0, len(views), batch_size):
         chunk = views[i:i + batch_size]
-        ids, attend, pos, x0, _ = collate(chunk, mask_id, device)
-        logits = model(ids, attend, pos)                                         # (B, W, V)
-        for b, (_, _, targets) in enumerate(chunk):                              # row by row: (W, V) in fp32 is large
-            z = logits[b, :len(targets)].float()
-            ce = torch.nn.functional.cross_entropy(z, x0[b, :len(targets)], reduction="none")
-            yield ce.cpu().numpy(), entropy(z).cpu().numpy()
+        batch = collate(chunk, mask_id, device)
+        logits = model(batch.ids, batch.attend, batch.pos)                       # (B, W, V)
+        for b, view in enumerate(chunk):                                         # row by row: (W, V) in fp32 is large
+            W = len(view.targets)
+            logp = F.log_softmax(logits[b, :W].float(), dim=-1)
+            ce = -logp.gather(-1, batch.x0[b, :W, None])[:, 0]
+            yield ce.cpu().numpy(), entropy(logp).cpu().numpy()
 
 
 def states(traj, end_ids):
     """
-    (step, visible, masked) for each step of a decoding: what the decoder saw. masked: the positions still masked, left
-    of the leftmost end token that was decoded by then (before there is one: all).
+    (step, View) for each step of a decoding: what the decoder saw. The targets are the positions still masked, left of
+    the leftmost end token that was decoded by then (before there is one: all).
     """
     N = len(traj.step)
     is_end = np.isin(traj.response, end_ids)
@@ -164,16 +146,16 @@ def states(traj, end_ids):
         visible = (traj.step >= 0) & (traj.step < step)
         ends = np.flatnonzero(visible & is_end)
         limit = ends[0] if len(ends) else N
-        yield int(step), visible, np.flatnonzero(~visible & (np.arange(N) < limit))
+        yield int(step), View(traj, visible, np.flatnonzero(~visible & (np.arange(N) < limit)))
 
 
 def tds_curve(model, trajs, config, end_ids, batch_size) -> list:
     """TDS(t), Eq. 11: the variance of the entropies of masked positions at step t, mean over trajectories."""
     views, steps = [], []
     for traj in trajs:
-        for step, visible, masked in states(traj, end_ids):
-            if len(masked) >= 2:
-                views.append((traj, visible, masked))
+        for step, view in states(traj, end_ids):
+            if len(view.targets) >= 2:
+                views.append(view)
                 steps.append(step)
     by_step = {}
     for step, (_, h) in zip(steps, token_stats(model, views, config.mask_id, batch_size), strict=True):
@@ -184,11 +166,10 @@ def tds_curve(model, trajs, config, end_ids, batch_size) -> list:
 
 def order_agreement(model, trajs, config, window, batch_size, cuts=4) -> float:
     """The share of pairs in held-out windows whose earlier-decoded token has the lower entropy (Eq. 7)."""
-    args = tabom_args(["--data", "-", "--window", str(window)])
     views = []
     for n, traj in enumerate(trajs):
         for cut in range(cuts):
-            views.append((traj, *sample_view(traj, args, np.random.default_rng([cut, n]))))
+            views.append(tabom_view(traj, np.random.default_rng([cut, n]), window))
     in_order = []
     for _, h in token_stats(model, views, config.mask_id, batch_size):
         r, s = np.triu_indices(len(h), 1)
@@ -202,39 +183,27 @@ def ce_by_ratio(model, trajs, config, end_ids, batch_size) -> dict:
     for ratio in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         views = []
         for n, traj in enumerate(trajs):
-            end = first_end(traj.response, traj.step, end_ids)
+            end = first_end(traj, end_ids)
             body = np.arange(len(traj.response) if end is None else end + 1)
             rng = np.random.default_rng([int(100 * ratio), n])
             masked = rng.permutation(body)[:max(1, round(ratio * len(body)))]
             visible = np.zeros(len(traj.step), dtype=bool)       # what follows the end is masked, in both files
             visible[np.setdiff1d(body, masked)] = True
-            views.append((traj, visible, masked))
+            views.append(View(traj, visible, masked))
         ces = [ce for ce, _ in token_stats(model, views, config.mask_id, batch_size)]
         curve[f"{ratio:.1f}"] = float(np.concatenate(ces).mean())
     return curve
 
 
-def to_trajectories(records, config, tok):
-    flags = tabom_args(["--data", "-", "--all"])
-    trajs = [read_trajectory(f"record {n}", record, n, flags, config, tok) for n, record in enumerate(records)]
-    return [traj for traj in trajs if isinstance(traj, Trajectory)]
-
-
-def read_all(path, config, tok, length, method="tabom"):
-    """Every record of a file, finished or not, as Trajectories."""
-    flags = ["--data", str(path), "--all", "--method", method, "--length", str(length)]
-    return load_trajectories(tabom_args(flags), config, tok)
-
-
-def read_pair(args, config, tok):
+def read_pair(paths, config, tok, length, limit) -> dict:
     """The two files of --ce, reduced to the prompts that both hold and whose own answer was not judged wrong."""
-    right = {str(row["id"]) for _, row in read_lines(args.ce[1]) if row.get("correct") is not False}
-    pair = [read_all(path, config, tok, args.length, "sft") for path in args.ce]
-    common = right & {str(traj.id) for traj in pair[0]} & {str(traj.id) for traj in pair[1]}
+    gt, sd = [load_trajectories(path, config, tok, everything=True, limit=limit, length=length, ordered=False)
+              for path in paths]
+    common = {str(traj.id) for traj in sd if traj.correct is not False} & {str(traj.id) for traj in gt}
     if not common:
-        stop(f"--ce {args.ce[0]} {args.ce[1]}: have no id in common; give two files of the same prompts")
-    kept = [[traj for traj in trajs if str(traj.id) in common] for trajs in pair]
-    return dict(zip(("ground truth", "self-distilled"), kept, strict=True))
+        stop(f"--ce {paths[0]} {paths[1]}: have no id in common; give two files of the same prompts")
+    return {"ground truth": [traj for traj in gt if str(traj.id) in common],
+            "self-distilled": [traj for traj in sd if str(traj.id) in common]}
 
 # -----------------------------------------------------------------------------
 # lm-evaluation-harness
@@ -243,12 +212,12 @@ class ShareDecoded(Exception):
     """Raised on ranks other than 0 after decoding: only rank 0 scores, because scoring may run generated code."""
 
 
-def benchmark_settings(task: str, model_type: str):
-    """(length, block, suppress_eos) of the table above, or None."""
+def benchmark_settings(task: str, model_type: str) -> dict:
+    """Its entry in the table above, or {}."""
     for name, setting in BENCHMARKS.get(model_type, {}).items():
         if name in task.replace("-", ""):
             return setting
-    return None
+    return {}
 
 
 def cut_at(text: str, stops) -> str:
@@ -293,12 +262,10 @@ class Harness:
             lora.load(self.net, self.adapter)
 
     def task_args(self, task, own_length):
-        """The benchmark's own length and block, unless flags say otherwise; the harness applies the chat template."""
-        own = benchmark_settings(task, self.config.model_type) or (own_length, 0, None)
-        length, block, suppress_eos = own
-        changed = {"raw_prompt": True, "length": self.args.length or length, "block": self.args.block or block,
-                   "suppress_eos": self.args.suppress_eos or suppress_eos}
-        return Namespace(**vars(self.args) | changed)
+        """The benchmark's own decoding, unless flags say otherwise; the harness applies the chat template."""
+        own = {"length": own_length} | benchmark_settings(task, self.config.model_type)
+        given = {name: getattr(self.args, name) or value for name, value in own.items()}
+        return Namespace(**vars(self.args) | given | {"raw_prompt": True})
 
     def generate_until(self, requests):
         # one item per question; its id, and so its random numbers, do not depend on what else is asked
@@ -314,11 +281,12 @@ class Harness:
         for task, items in tasks.items():
             args = self.task_args(task, requests[items[0]["number"]].args[1].get("max_gen_toks", 256))
             s = make_settings(args, self.config, self.tok.end_ids)
-            records = decode_items(self.net, self.tok, self.config, items, s, args, task)
-            for item, record in zip(items, records, strict=True):
+            trajs = decode_all(self.net, self.tok, self.config, items, s, args.batch_size, task)
+            for item, traj in zip(items, trajs, strict=True):
                 request = requests[item["number"]]
-                texts[item["number"]] = cut_at(record["response"], request.args[1].get("until"))
-                self.texts.append({"task": task, "doc_id": request.doc_id, "text": texts[item["number"]]})
+                text = cut_at(text_of(traj, self.tok), request.args[1].get("until"))
+                texts[item["number"]] = text
+                self.texts.append({"task": task, "doc_id": request.doc_id, "text": text})
         if dist.is_initialized() and dist.get_rank() > 0:
             raise ShareDecoded
         return [texts[n] for n in range(len(requests))]
@@ -331,93 +299,38 @@ def new_harness(args):
     return type("TabomLM", (Harness, LM), {})(args)
 
 
-def run_benchmarks(args, adapters: dict, out: Path, about: dict):
-    """The harness's results for the base and each adapter; the weights are loaded once."""
-    lm = new_harness(args)
+def run_benchmarks(lm, args, name, adapter) -> dict | None:
+    """The harness's results for the base or one adapter; None on the ranks that do not score."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
-    names = args.tasks.split(",")
     # the harness's own tasks are many and slow to index
     manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
-    for name, folder in adapters.items():
-        lm.adapter, lm.texts = folder, []
-        try:
-            found = simple_evaluate(lm, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit or None,
-                                    log_samples=False, bootstrap_iters=0, task_manager=manager,
-                                    apply_chat_template=bool(lm.tok.chat_template and not args.raw_prompt),
-                                    confirm_run_unsafe_code=args.confirm_run_unsafe_code)
-        except ShareDecoded:
-            continue
-        scores = {}
-        for task, values in found["results"].items():
-            scores[task] = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
-        result = {**about, "name": name, "adapter": folder, "tasks": scores}
-        if args.keep:
-            lines = [json.dumps(text) + "\n" for text in lm.texts]
-            write_whole(out / f"{name}-tasks.jsonl", "".join(lines).encode())
-        write_whole(out / f"{name}.json", json.dumps(result, indent=1).encode())
-        print(name, json.dumps(scores, indent=1))
+    lm.adapter, lm.texts = adapter, []
+    try:
+        found = simple_evaluate(lm, tasks=args.tasks.split(","), num_fewshot=args.num_fewshot, limit=args.limit or None,
+                                log_samples=False, bootstrap_iters=0, task_manager=manager,
+                                apply_chat_template=bool(lm.tok.chat_template and not args.raw_prompt),
+                                confirm_run_unsafe_code=args.confirm_run_unsafe_code)
+    except ShareDecoded:
+        return None
+    if args.keep:
+        write_lines(Path(args.out) / f"{name}-tasks.jsonl", lm.texts)
+    scores = {}
+    for task, values in found["results"].items():
+        scores[task] = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
+    return {"tasks": scores}
 
 # -----------------------------------------------------------------------------
-# pictures
+# results
 
-def new_axes(title, x, y, size=(5.5, 3.6)):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=size, dpi=160, layout="constrained")
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def write_lines(path, rows):
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def draw_lines(path, curves: dict, title, x, y):
-    """curves: {label: (x values, y values)}"""
-    if not curves:
-        return
-    figure, axes = new_axes(title, x, y)
-    for label, (xs, ys) in curves.items():
-        axes.plot(xs, ys, label=label, linewidth=1.6)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    print(f"picture: {path}")
+def checksum(folder) -> str | None:
+    """Tells one adapter's weights from another's; None for the base."""
+    return f"{crc32((Path(folder) / 'adapter_model.safetensors').read_bytes()):08x}" if folder else None
 
-
-def draw_measures(out: Path, results: dict):
-    """tds.png and ce.png of {name: result}."""
-    curves = {}
-    for name, result in results.items():
-        curve = result.get("tds_curve") or []
-        steps = [step for step, value in enumerate(curve) if value is not None]
-        if steps:
-            curves[name] = steps, [curve[step] for step in steps]
-    draw_lines(out / "tds.png", curves, "Trajectory discrimination score", "decoding step", "entropy variance (nats²)")
-    ce = results.get("base", {}).get("ce", {})
-    curves = {label: ([float(ratio) for ratio in curve], list(curve.values())) for label, curve in ce.items()}
-    draw_lines(out / "ce.png", curves, "Cross-entropy under the base model", "mask ratio", "cross-entropy (nats)")
-
-
-def draw_map(path, model, traj, tok, config, batch_size):
-    """One decoding, position x step: colour is the entropy of what is still masked, a dot where a token was decoded."""
-    seen = list(states(traj, tok.end_ids))
-    views = [(traj, visible, masked) for _, visible, masked in seen]
-    grid = np.full((seen[-1][0] + 1, len(traj.step)), np.nan)
-    for (step, _, masked), (_, h) in zip(seen, token_stats(model, views, config.mask_id, batch_size), strict=True):
-        grid[step, masked] = h
-    width = int(np.flatnonzero(traj.step >= 0).max()) + 1
-    figure, axes = new_axes("Entropy of masked positions while decoding", "position", "decoding step", (7, 4.5))
-    image = axes.imshow(grid[:, :width], aspect="auto", cmap="viridis", interpolation="nearest")
-    decoded = np.flatnonzero(traj.step >= 0)
-    axes.plot(decoded, traj.step[decoded], "o", color="crimson", markersize=3)
-    if width <= 64:
-        words = [tok.decode([token]) for token in traj.response[:width].tolist()]
-        axes.set_xticks(range(width), words, fontsize=6, rotation=90)
-    figure.colorbar(image, label="entropy (nats)")
-    figure.savefig(path)
-    print(f"picture: {path}")
-
-# -----------------------------------------------------------------------------
 
 def name_adapters(args) -> dict:
     """{name: folder}; the base is None and comes first."""
@@ -425,7 +338,7 @@ def name_adapters(args) -> dict:
     for text in args.adapter:
         name, equals, folder = text.partition("=")
         if not equals:
-            name, folder = "-".join(Path(text).resolve().parts[-2:]), text           # out/tabom/epoch-5: tabom-epoch-5
+            name, folder = "-".join(Path(text).resolve().parts[-2:]), text           # out/tabom/last: tabom-last
         if name in adapters:
             stop(f"--adapter {text}: the name {name} is taken; give each adapter its own, NAME=DIR")
         lora.read(folder)                                # a wrong folder is noticed before hours of measuring
@@ -433,33 +346,63 @@ def name_adapters(args) -> dict:
     return adapters
 
 
-def measure(model, name, args, config, tok, prompts, held_out, pair, rank) -> dict:
-    """All that was asked for, of one adapter or the base."""
+def find_result(path: Path, settings: dict, folder) -> dict | None:
+    """What an earlier command measured in the same way, of the same weights."""
+    if not path.exists():
+        return None
+    found = read_json(path)
+    changed = find_change(found["settings"], settings, flags())
+    if changed:
+        stop(f"{path}: was measured with {changed}; give another --out")
+    if found["adapter"] != folder:
+        stop(f"{path}: was measured of {found['adapter']}, now it is {folder}; give another --out or NAME=DIR")
+    if found.get("checksum") != checksum(folder):
+        print(f"{path}: {folder} has other weights now; measured anew", flush=True)
+        return None
+    return found
+
+
+def show(name, result: dict):
+    for key, value in result.get("accuracy", {}).items():
+        print(f"{name} {key}: {100 * value['share']:.1f} % of {value['n']}, {value['tokens_per_forward']:.2f} tokens "
+              f"per forward", flush=True)
+    rest = {key: result[key] for key in ("tds", "in_order", "tasks") if key in result}
+    if rest:
+        print(name, json.dumps(rest), flush=True)
+
+
+def speeds(args) -> dict:
+    """{label: tokens per step}: the label says what the flags say; what was really decoded is measured."""
+    if args.parallel:
+        return {str(k): k for k in args.parallel}
+    if args.threshold is not None:
+        return {f"threshold {args.threshold}": 0}
+    if args.steps:
+        return {f"{args.steps} steps": 0}
+    return {str(args.tokens_per_step or 1): args.tokens_per_step}
+
+
+def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
+    """All that was asked for, of one adapter or the base. Every rank comes here: decode_all needs them all."""
     result = {"accuracy": {}, "swap": {}}
-    out = Path(args.out)
+    dtype = next(model.parameters()).dtype
     for domain, items in prompts.items():
-        for k in args.parallel or [args.tokens_per_step or 1]:
+        for label, k in speeds(args).items():
             own = Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0})
             s = make_settings(own, config, tok.end_ids)
-            key = f"{domain}/{k}"
-            records = decode_items(model, tok, config, items, s, args, f"{name} {key}")
-            result["accuracy"][key] = accuracy(records)
+            key = f"{domain}/{label}"
+            trajs = decode_all(model, tok, config, items, s, args.batch_size, f"{name} {key}")
+            result["accuracy"][key] = accuracy(trajs)
             if args.swap and name != "base":
-                result["swap"][key] = swap(model, tok, config, items, s, args, f"{name} {key} swap")
-            if rank > 0:
-                continue
-            share = result["accuracy"][key]["share"]
-            print(f"{name} {key} per step: {100 * share:.1f} % of {len(records)}", flush=True)
+                result["swap"][key] = swap(model, tok, config, items, s, args.batch_size)
             if args.keep:
-                lines = [json.dumps(record) + "\n" for record in records]
-                write_whole(out / f"{name}-{domain}-{k}.jsonl", "".join(lines).encode())
-            # TDS and the map are of the first file, decoded at the first speed
-            if args.tds and len(result["accuracy"]) == 1:
-                trajs = to_trajectories(records[:args.tds], config, tok)
-                result["tds_curve"] = tds_curve(model, trajs, config, tok.end_ids, args.batch_size)
+                head = record_head(config, s, tok, dtype, args.adapter)
+                records = [make_record(traj, item, tok, head) for traj, item in zip(trajs, items, strict=True)]
+                write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
+            # TDS is of the first file, decoded at the first speed
+            if args.tds and "tds" not in result:
+                result["tds_curve"] = tds_curve(model, trajs[:args.tds], config, tok.end_ids, args.batch_size)
                 result["tds"] = float(np.mean([value for value in result["tds_curve"] if value is not None]))
-                if args.pictures:
-                    draw_map(out / f"map-{name}.png", model, trajs[0], tok, config, args.batch_size)
     if held_out:
         result["in_order"] = order_agreement(model, held_out, config, args.window, args.batch_size)
     if pair and name == "base":
@@ -468,55 +411,61 @@ def measure(model, name, args, config, tok, prompts, held_out, pair, rank) -> di
             result["ce"][label] = ce_by_ratio(model, trajs, config, tok.end_ids, args.batch_size)
     return result
 
+# -----------------------------------------------------------------------------
 
 def main():
     args = parse_args()
     out = Path(args.out)
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
-        init_process_group("gloo", minutes=24 * 60)      # ranks wait while rank 0 scores
+        init_process_group("cpu", minutes=24 * 60)       # ranks wait while rank 0 scores
     out.mkdir(parents=True, exist_ok=True)
 
     # what was measured before stays, if it was measured in the same way
-    if not args.tasks:
-        args.length = args.length or 256
-    not_settings = ("adapter", "out", "pictures", "keep", "no_base")
+    not_settings = ("adapter", "out", "keep", "no_base")
     settings = {key: value for key, value in vars(args).items() if key not in not_settings}
-    about = {"settings": settings, **about_run()}
     adapters, results = name_adapters(args), {}
-    for name, folder in list(adapters.items()):
-        path = out / f"{name}.json"
-        if path.exists():
-            results[name] = read_json(path)
-            if results[name]["settings"] != settings or results[name]["adapter"] != folder:
-                stop(f"{path}: was measured with other settings or of another adapter; give another --out or name")
-            del adapters[name]
-    if args.tasks:
-        return run_benchmarks(args, adapters, out, about)
-
-    # prompts and trajectories
-    config = read_config(args.model)
-    tok = load_tokenizer(config)
-    prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
-    for items in prompts.values():
-        for item in items:
-            if item["answer"] is None and item["kind"] != "code":
-                stop(f"{item['place']}: the prompt has no answer to judge by; add one, or delete the line")
-    held_out = read_all(args.order, config, tok, args.length) if args.order else None
-    pair = read_pair(args, config, tok) if args.ce else None
-
-    # one model, one adapter after the other
-    model = load_model(config, device, dtype)
     for name, folder in adapters.items():
-        args.adapter = folder                            # what the records say
-        if folder:
-            lora.load(model, folder)
-        measured = measure(model, name, args, config, tok, prompts, held_out, pair, rank)
-        results[name] = {**about, "name": name, "adapter": folder, **measured}
+        results[name] = find_result(out / f"{name}.json", settings, folder)
+        if results[name] and rank == 0:
+            print(f"{out}/{name}.json: measured before", flush=True)
+            show(name, results[name])
+    if world_size > 1:
+        dist.barrier()                                   # all ranks have looked before rank 0 writes
+    if all(results.values()):
+        return
+
+    # the model, and what to measure by
+    if args.tasks:
+        lm = new_harness(args)
+    else:
+        config = read_config(args.model)
+        tok = load_tokenizer(config)
+        prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
+        for items in prompts.values():
+            for item in items:
+                if item["answer"] is None and item["kind"] != "code":
+                    stop(f"{item['place']}: the prompt has no answer to judge by; add one, or delete the line")
+        length = args.length or config.length
+        held_out = load_trajectories(args.order, config, tok, everything=True) if args.order else None
+        pair = read_pair(args.ce, config, tok, length, args.limit) if args.ce else None
+        model = load_model(config, device, dtype)
+
+    # one adapter after the other
+    for name, folder in adapters.items():
+        if results[name]:
+            continue
+        if args.tasks:
+            measured = run_benchmarks(lm, args, name, folder)
+        else:
+            args.adapter = folder                        # what the records say
+            if folder:
+                lora.load(model, folder)
+            measured = measure(model, name, args, config, tok, prompts, held_out, pair)
         if rank == 0:
-            write_whole(out / f"{name}.json", json.dumps(results[name], indent=1).encode())
-    if args.pictures and rank == 0:
-        draw_measures(out, results)
+            about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **about_run()}
+            write_whole(out / f"{name}.json", json.dumps(about | measured, indent=1).encode())
+            show(name, measured)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
 from model import hub_name, read_config, weight_files
-from util import new_parser, read_json, stop, write_whole
+from util import Parser, read_json, stop, write_whole
 
 
 class LoRALinear(nn.Linear):
@@ -50,6 +50,13 @@ def find(model, kind) -> dict[str, str]:
 def layers(model) -> dict[str, LoRALinear]:
     """{the hub's module path: layer} of the adapter."""
     return {path: model.get_submodule(name) for path, name in find(model, LoRALinear).items()}
+
+
+def adapter_of(model) -> dict[str, LoRALinear]:
+    """layers(model); a model without an adapter is an error, because nothing would happen, and nobody would notice."""
+    if not layers(model):
+        raise ValueError("the model has no adapter; lora.add or lora.load puts one on it")
+    return layers(model)
 
 
 def replace(model, name: str, module: nn.Module):
@@ -84,7 +91,7 @@ def parameters(model) -> dict[str, nn.Parameter]:
 @contextlib.contextmanager
 def disabled(model):
     """Inside, the model is the frozen base."""
-    adapters = layers(model).values()
+    adapters = adapter_of(model).values()
     for layer in adapters:
         layer.enabled = False
     try:
@@ -98,7 +105,7 @@ def save(model, folder, base_name: str = ""):
     """adapter_model.safetensors and adapter_config.json: what peft.PeftModel.from_pretrained reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    found = layers(model)
+    found = adapter_of(model)
     any_layer = next(iter(found.values()))
     config = dict(peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=any_layer.r,
                   lora_alpha=any_layer.alpha, lora_dropout=0.0, bias="none", inference_mode=True, fan_in_fan_out=False,
@@ -188,7 +195,7 @@ def merge_checkpoint(name: str, adapter: str, out: str):
 
 
 if __name__ == "__main__":
-    parser = new_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--model", required=True, help="hub name or folder")
     parser.add_argument("--adapter", required=True, help="adapter folder in peft's format")
     parser.add_argument("--out", required=True, help="new folder for the merged checkpoint")

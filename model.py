@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -20,56 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from util import read_json, stop
 
 # -----------------------------------------------------------------------------
-# All that differs between the families, by the model_type in config.json.
-# config:     our name -> the key in config.json
-# require:    what else config.json must say, because nothing else is implemented
-# names:      our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know
-# shift:      hidden state i - 1 predicts token i
-# rope_fp32:  rotate in fp32 instead of the type of the activations
-# ends:       tokens that end a response; the first one also fills the rest of the canvas
-# mask_token: where config.json has no mask_id, the tokenizer knows it by this name
-# decode:     the family's own decoder; score_filtered: it scores the distribution it samples from, not the model's
-
-# Dream and the small models are derived from Qwen
-QWEN = dict(
-    shift=False, qkv_bias=True, qk_norm=False, rope_fp32=False,
-    config=dict(width="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
-                kv_heads="num_key_value_heads", mlp="intermediate_size", vocab="vocab_size", theta="rope_theta",
-                eps="rms_norm_eps", tied="tie_word_embeddings", positions="max_position_embeddings",
-                eos_id="eos_token_id"),
-    require=dict(hidden_act="silu", rope_scaling=None, rope_type="default", use_sliding_window=False, use_mrope=False),
-    names=dict(embed="model.embed_tokens", blocks="model.layers", norm="model.norm", head="lm_head",
-               attn_norm="input_layernorm", q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj",
-               o="self_attn.o_proj", mlp_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj",
-               down="mlp.down_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-    tokenizer="Qwen2Tokenizer", ends=["<|endoftext|>", "<|im_end|>"], mask_token="<|mask|>",
-    decode=dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=32))
-
-FAMILIES = {
-    "llada": dict(
-        shift=False, qkv_bias=False, qk_norm=False, rope_fp32=True,
-        config=dict(width="d_model", layers="n_layers", heads="n_heads", kv_heads="n_kv_heads", mlp="mlp_hidden_size",
-                    vocab="embedding_size", theta="rope_theta", eps="rms_norm_eps", tied="weight_tying",
-                    positions="max_sequence_length", mask_id="mask_token_id", eos_id="eos_token_id"),
-        require=dict(block_type="llama", layer_norm_type="rms", include_bias=False, include_qkv_bias=False, alibi=False,
-                     rope=True, attention_layer_norm=False, input_emb_norm=False, scale_logits=False),
-        names=dict(embed="model.transformer.wte", blocks="model.transformer.blocks", norm="model.transformer.ln_f",
-                   head="model.transformer.ff_out", attn_norm="attn_norm", q="q_proj", k="k_proj", v="v_proj",
-                   o="attn_out", mlp_norm="ff_norm", gate="ff_proj", up="up_proj", down="ff_out"),
-        tokenizer="PreTrainedTokenizerFast", ends=["<|endoftext|>", "<|eot_id|>"],
-        decode=dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=0)),
-    "Dream": QWEN | dict(
-        shift=True, config=QWEN["config"] | dict(mask_id="mask_token_id"),
-        decode=dict(score="entropy", score_filtered=True, schedule="dream", temperature=0.1, top_p=0.9, block=0)),
-    # small models: Qwen2.5-Coder-0.5B and Qwen3-0.6B, adapted to masked diffusion; Qwen3's heads have their own width
-    "a2d-qwen2": QWEN,
-    "a2d-qwen3": QWEN | dict(qkv_bias=False, qk_norm=True, config=QWEN["config"] | dict(head_dim="head_dim")),
-}
-
+# the transformer
 
 @dataclass
 class Config:
-    family: dict                       # an entry of FAMILIES
+    family: dict                       # an entry of FAMILIES, below: what differs between the families
     width: int
     layers: int
     heads: int
@@ -83,6 +39,7 @@ class Config:
     mask_id: int
     eos_id: int
     head_dim: int = 0                  # 0: width / heads, see below
+    length: int = 256                  # response tokens, unless --length says otherwise
     model_type: str = ""               # its key in FAMILIES
     name: str = ""                     # hub name or folder, as the user gave it
     folder: Path | None = None         # where the files are
@@ -90,8 +47,6 @@ class Config:
     def __post_init__(self):
         self.head_dim = self.head_dim or self.width // self.heads
 
-# -----------------------------------------------------------------------------
-# the transformer
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -194,6 +149,66 @@ class Model(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=True, backend=backend)
 
+
+def entropy(logp):
+    """Eq. 10, (..., V) -> (...), in nats: how uncertain the model is. What is ranked, logged and scored."""
+    # clamp: a filtered token has log-probability -inf, and 0 * -inf would be nan
+    return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+
+
+def left_pad(rows):
+    """Rows of token ids as ids (B, T) and attend (B, T), False on the padding: all rows end at T."""
+    # a multiple of 8: fused attention has crashed for others with a mask of any other length
+    T = -(-max(len(row) for row in rows) // 8) * 8
+    ids    = np.zeros((len(rows), T), dtype=np.int64)
+    attend = np.zeros((len(rows), T), dtype=bool)
+    for b, row in enumerate(rows):
+        ids[b, T - len(row):] = row
+        attend[b, T - len(row):] = True
+    return ids, attend
+
+# -----------------------------------------------------------------------------
+# All that differs between the families, by the model_type in config.json.
+# config:     our name -> the key in config.json
+# require:    what else config.json must say, because nothing else is implemented
+# names:      our module -> the hub's, so that checkpoints load, and adapters save, under the names all tools know
+# shift:      hidden state i - 1 predicts token i
+# rope_fp32:  rotate in fp32 instead of the type of the activations
+# ends:       tokens that end a response; the first one also fills the rest of the canvas
+# mask_token: where config.json has no mask_id, the tokenizer knows it by this name
+
+# Dream and the small models are derived from Qwen
+QWEN = dict(
+    shift=False, qkv_bias=True, qk_norm=False, rope_fp32=False,
+    config=dict(width="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
+                kv_heads="num_key_value_heads", mlp="intermediate_size", vocab="vocab_size", theta="rope_theta",
+                eps="rms_norm_eps", tied="tie_word_embeddings", positions="max_position_embeddings",
+                eos_id="eos_token_id"),
+    require=dict(hidden_act="silu", rope_scaling=None, rope_type="default", use_sliding_window=False, use_mrope=False),
+    names=dict(embed="model.embed_tokens", blocks="model.layers", norm="model.norm", head="lm_head",
+               attn_norm="input_layernorm", q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj",
+               o="self_attn.o_proj", mlp_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj",
+               down="mlp.down_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    tokenizer="Qwen2Tokenizer", ends=["<|endoftext|>", "<|im_end|>"], mask_token="<|mask|>")
+
+FAMILIES = {
+    "llada": dict(
+        shift=False, qkv_bias=False, qk_norm=False, rope_fp32=True,
+        config=dict(width="d_model", layers="n_layers", heads="n_heads", kv_heads="n_kv_heads", mlp="mlp_hidden_size",
+                    vocab="embedding_size", theta="rope_theta", eps="rms_norm_eps", tied="weight_tying",
+                    positions="max_sequence_length", mask_id="mask_token_id", eos_id="eos_token_id"),
+        require=dict(block_type="llama", layer_norm_type="rms", include_bias=False, include_qkv_bias=False, alibi=False,
+                     rope=True, attention_layer_norm=False, input_emb_norm=False, scale_logits=False),
+        names=dict(embed="model.transformer.wte", blocks="model.transformer.blocks", norm="model.transformer.ln_f",
+                   head="model.transformer.ff_out", attn_norm="attn_norm", q="q_proj", k="k_proj", v="v_proj",
+                   o="attn_out", mlp_norm="ff_norm", gate="ff_proj", up="up_proj", down="ff_out"),
+        tokenizer="PreTrainedTokenizerFast", ends=["<|endoftext|>", "<|eot_id|>"]),
+    "Dream": QWEN | dict(shift=True, config=QWEN["config"] | dict(mask_id="mask_token_id")),
+    # small models: Qwen2.5-Coder-0.5B and Qwen3-0.6B, adapted to masked diffusion; Qwen3's heads have their own width
+    "a2d-qwen2": QWEN,
+    "a2d-qwen3": QWEN | dict(qkv_bias=False, qk_norm=True, config=QWEN["config"] | dict(head_dim="head_dim")),
+}
+
 # -----------------------------------------------------------------------------
 # checkpoints and tokenizers
 
@@ -233,6 +248,8 @@ def read_config(name: str) -> Config:
         fields[ours] = raw[theirs]
     if "mask_id" not in fields:
         fields["mask_id"] = find_mask(folder / "tokenizer.json", family["mask_token"])
+    if (folder / "generation_config.json").exists():
+        fields["length"] = read_json(folder / "generation_config.json").get("max_new_tokens") or Config.length
     return Config(family, **fields, model_type=raw["model_type"], name=name, folder=folder)
 
 

@@ -1,5 +1,6 @@
-"""What all scripts share: errors in one line, a progress bar, files that are replaced whole, rank and device."""
+"""What all scripts share: errors in one line, flags, a progress bar, files that are replaced whole, rank and device."""
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -15,22 +16,43 @@ def stop(message: str):
     print(prefix + message, file=sys.stderr, flush=True)
     raise SystemExit(2)
 
+# -----------------------------------------------------------------------------
+# flags
 
 class Parser(argparse.ArgumentParser):
-    """No flag of ours has a meaning below zero; some would be silently wrong."""
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        for name, value in vars(args).items():
-            if isinstance(value, (int, float)) and not value >= 0:
-                stop(f"--{name.replace('_', '-')} {value}: must not be negative")
-        return args
+    """--help shows the docstring and every flag; a wrong flag is one line, not forty."""
+    def __init__(self, doc: str, parents=()):
+        super().__init__(description=doc, parents=parents, usage="%(prog)s [flags]",
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):
+        stop(f"{self.prog}: {message}; --help lists the flags")
 
 
-def new_parser(doc: str) -> Parser:
-    """--help shows the docstring and every flag; a wrong flag shows one line of usage, not all forty."""
-    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                  usage="%(prog)s [flags], --help lists them")
+def count(text: str) -> int:
+    """The type of a flag of which a negative value would be silently wrong: a slice [:-3] is valid Python."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return int(text)
 
+
+def amount(text: str) -> float:
+    """Likewise, for fractions."""
+    if not float(text) >= 0:                             # nan is refused too
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return float(text)
+
+
+def find_change(saved: dict, now: dict, parser) -> str | None:
+    """The first setting that differs, in words. What the saved run does not name did not exist yet: its default."""
+    for name, value in now.items():
+        before = saved.get(name, parser.get_default(name))
+        if before != value:
+            return f"{name} {before!r}, now it is {value!r}"
+    return None
+
+# -----------------------------------------------------------------------------
+# progress and files
 
 class Bar:
     """Progress of rank 0 on stderr: one line that is rewritten on a terminal, elsewhere a line every 10 seconds."""
@@ -71,6 +93,8 @@ def read_json(path) -> dict:
     except ValueError as e:
         stop(f"{path}: is not JSON ({e}); download or write it again")
 
+# -----------------------------------------------------------------------------
+# rank and device
 
 def setup_device(dtype: str | None = None):
     """
@@ -89,7 +113,6 @@ def setup_device(dtype: str | None = None):
         if torch.cuda.is_bf16_supported(False):          # False: cards that only emulate it do not count
             default = "bf16"
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
         # cuDNN's masked attention gives NaN gradients on H100 with torch 2.13 (pytorch#196678), and it builds a plan
         # for every new shape, while our shapes change at every step
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -98,17 +121,35 @@ def setup_device(dtype: str | None = None):
     return rank, world_size, device, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype or default]
 
 
-def init_process_group(backend: str, minutes: float):
-    """torch's own, but safe under torchrun --max-restarts; a rank that is late by `minutes` ends the run."""
-    import datetime
-
-    import torch.distributed as dist
+def init_process_group(device: str, minutes: float):
+    """Joins the ranks; one that is late by `minutes` ends the run."""
+    import torch
     timeout = datetime.timedelta(minutes=minutes)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # the restarts of one node share one key store, and the keys of the ranks that died would let the new ones hang
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if "cuda" in device:
+        # with device_id a broken network fails here, not at the first step
+        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
+    else:
+        torch.distributed.init_process_group("gloo", timeout=timeout)
+
+
+def all_ranks_agree(device: str, **values):
+    """Ranks that read different files would train something that nobody asked for."""
+    import torch
+    for name, value in values.items():
+        ends = torch.tensor([value, -value], device=device)
+        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+        high, low = ends[0].item(), -ends[1].item()
+        if high != low:
+            stop(f"{name.replace('_', ' ')} {low} on one rank, {high} on another: all need the same --data and --out")
+
+
+def sum_over_ranks(tensors: list):
+    """Adds up each tensor over the ranks, in place: one all-reduce for all of them."""
+    import torch
+    flat = torch.cat([x.flatten() for x in tensors])
+    torch.distributed.all_reduce(flat)
+    for x, summed in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(summed.view_as(x))
 
 
 def peak_memory(device: str) -> float:

@@ -1,0 +1,59 @@
+"""
+What TABOM is compared with in the paper, on the same loop and LoRA (tabom.py --method sft|dinfer|t3d).
+
+A view draws one moment of a trajectory: visible (N,) bool, what the model sees, and targets, the positions it is asked
+for, in decoding order (tabom.View). sft and dinfer minimise the targets' cross-entropy; t3d has a loss of its own.
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import lora
+
+
+def sft_view(traj, rng):
+    """Eq. 1: mask every token with probability t ~ U(0, 1); at least one target."""
+    masked = rng.random(len(traj.step)) < rng.random()
+    if not masked[traj.order].any():
+        masked[rng.choice(traj.order)] = True
+    return (traj.step >= 0) & ~masked, traj.order[masked[traj.order]]
+
+
+def dinfer_view(traj, rng):
+    """dInfer's compressed transitions: two times i < j; predict what was decoded in between."""
+    steps = traj.step[traj.order]                          # ascending
+    times = np.append(np.unique(steps), steps[-1] + 1)
+    i, j = np.sort(rng.choice(times, 2, replace=False))
+    return (traj.step >= 0) & (traj.step < i), traj.order[(steps >= i) & (steps < j)]
+
+
+def t3d_view(traj, rng):
+    """T3D: any step; predict all that is still masked."""
+    steps = traj.step[traj.order]
+    start = rng.choice(np.unique(steps))
+    return (traj.step >= 0) & (traj.step < start), traj.order[steps >= start]
+
+
+VIEWS = {"sft": sft_view, "dinfer": dinfer_view, "t3d": t3d_view}
+
+
+def t3d_loss(model, logp, batch, a=0.5, b=0.1, c=0.2):
+    """
+    T3D, ported to LoRA: prefer the trajectory's tokens to those the frozen base would choose, relative to the base,
+    plus a path term in which tokens decoded early weigh more. logp (B, W, V): log-probabilities at the targets.
+    """
+    with torch.no_grad(), lora.disabled(model):                             # the reference is the frozen base
+        ref_logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)
+    x0, valid = batch.x0, batch.valid
+    n = valid.sum(1)                                                        # (B,)  masked tokens
+    x1 = ref_logp.argmax(-1)                                                # (B, W)  the base's own choice
+    good = (logp - ref_logp).gather(-1, x0[..., None])[..., 0]              # (B, W)  log p(x) - log p_ref(x)
+    bad  = (logp - ref_logp).gather(-1, x1[..., None])[..., 0]              # (B, W)
+    good = (good * valid).sum(1) / n                                        # (B,)
+    bad  = (bad * valid).sum(1) / n                                         # (B,)
+    # path: the mean cross-entropy of the first s tokens in decoding order, mean over s
+    ce = -logp.gather(-1, x0[..., None])[..., 0] * valid                    # (B, W)
+    first = torch.arange(1, valid.shape[1] + 1, device=valid.device)        # (W,)  s
+    path = (ce.cumsum(1) / first * valid).sum(1) / n                        # (B,)
+    loss = -F.logsigmoid(b * good) - a * F.logsigmoid(-b * bad) + c * path
+    return loss, {"ce": ce.sum(1) / n}

@@ -1,0 +1,237 @@
+
+class PlainLLaDA(torch.nn.Module):
+    """LLaDA under the hub's module names, written out: one row, one head at a time, RoPE with complex numbers."""
+    def __init__(self):
+        super().__init__()
+        for name, shape in hub_shapes("llada").items():
+            module, (*path, last, _) = self, name.split(".")
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            norm, linear = torch.nn.RMSNorm(shape, eps=1e-5), torch.nn.Linear(shape[-1], shape[0], bias=False)
+            module.add_module(last, norm if len(shape) == 1 else linear)
+
+    def forward(self, row):
+        net, D = self.model.transformer, WIDTH // HEADS
+        x = net.wte.weight[row]
+        angle = torch.outer(torch.arange(len(row)), 500000.0 ** (-torch.arange(0, D, 2) / D)).to(x.dtype)
+        turn = torch.complex(angle.cos(), angle.sin())
+
+        def rope(x):
+            y = torch.complex(x[:, :D // 2], x[:, D // 2:]) * turn
+            return torch.cat([y.real, y.imag], 1)
+
+        for block in net.blocks.children():
+            h, heads = block.attn_norm(x), []
+            for j in range(HEADS):
+                q, k, v = (m(h)[:, j * D:(j + 1) * D] for m in (block.q_proj, block.k_proj, block.v_proj))
+                weight = torch.exp(rope(q) @ rope(k).T / math.sqrt(D))
+                heads.append(weight / weight.sum(1, keepdim=True) @ v)
+            x = x + block.attn_out(torch.cat(heads, 1))
+            h = block.ff_norm(x)
+            x = x + block.ff_out(torch.nn.functional.silu(block.ff_proj(h)) * block.up_proj(h))
+        return net.ff_out(net.ln_f(x))
+
+
+def reference(family, folder):
+    """The same checkpoint in code that is not ours, where every token sees every other."""
+    import transformers
+    weights = load_file(Path(folder) / "model.safetensors")
+    if family == "llada":
+        net = PlainLLaDA()
+    else:
+        kind = "Qwen3" if family == "a2d-qwen3" else "Qwen2"
+        c = {k: v for k, v in config_of(family).items() if k not in ("model_type", "mask_token_id", "auto_map")}
+        config = getattr(transformers, kind + "Config")(**c, attn_implementation="eager")
+        net = getattr(transformers, kind + "ForCausalLM")(config)
+        if family in SMALL:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    net.load_state_dict(weights, strict=True)
+    net.shift = family == "Dream"
+    return net.eval().requires_grad_(False)
+
+
+def reference_logits(net, row):
+    """(T, V) of one row, at the token that they predict."""
+    if isinstance(net, PlainLLaDA):
+        return net(row)
+    mask = torch.zeros(1, 1, len(row), len(row), dtype=net.dtype)            # 4-D: nothing is causal
+    raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
+    return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
+
+
+def test_every_family_is_tested():
+    assert set(KV) == set(models.FAMILIES)
+
+
+@both
+def test_loading_is_strict(family, tmp_path):
+    file = Path(tiny(family, tmp_path / "m")) / "model.safetensors"
+    w = load_file(file)
+    first, *rest = sorted(w)
+    for words, new in (("Missing key", {k: w[k] for k in rest}), ("Unexpected key", w | {"extra": torch.zeros(1)}),
+                       ("size mismatch", w | {first: torch.zeros(3, 5)})):
+        save_file(new, file)
+        with pytest.raises(RuntimeError, match=words):
+            load(file.parent)
+
+
+@pytest.mark.parametrize("family, fields, words", [
+    ("llada", dict(model_type="gpt2"), ["'gpt2'", "llada, Dream"]),
+    ("llada", dict(rope_theta=...), ["rope_theta is missing"]),
+    ("Dream", dict(use_sliding_window=True), ["use_sliding_window is True", "False"]),
+    ("a2d-qwen3", dict(head_dim=...), ["head_dim is missing"]),
+    ("a2d-qwen3", dict(rope_parameters=dict(rope_theta=1e6, rope_type="yarn")), ["rope_type is 'yarn'"]),
+])
+def test_a_model_that_is_not_built_is_refused_in_one_line(family, fields, words, tmp_path, refused):
+    config = Path(tiny(family, tmp_path / "m")) / "config.json"
+    edit_json(config, **fields)
+    with refused(config, *words):
+        models.read_config(str(config.parent))
+
+
+def test_block_causal_models_and_tokenizers_without_a_mask_are_refused(tmp_path, refused):
+    with refused("a2d-bd3lm", "causally between blocks", "mdlm"):
+        models.read_config(tiny("a2d-qwen3", tmp_path / "a2d-bd3lm"))
+    tokens = Path(tiny("a2d-qwen2", tmp_path / "m")) / "tokenizer.json"
+    edit_json(tokens, added_tokens=[])
+    with refused(tokens, "no token <|mask|>", "hub page"):
+        models.read_config(str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_small_models_know_their_mask_both_ends_a_block_of_32_and_do_not_think_aloud(family, folders):
+    config, tok, i = models.read_config(folders[family]), tokenizer(folders[family]), ids_of(family)
+    assert config.mask_id == i.mask and config.eos_id == i.eot and tok.end_ids == [i.eos, i.eot]
+    item = dict(prompt="3+4", messages=[dict(role="user", content="3+4")])
+    assert tok.decode(data.prompt_ids(tok, item)) == "[user]3+4[assistant]"
+    for flags, block in (("--length 64", 32), ("--length 16", 16), ("--length 64 --block 64", 64)):
+        args = decode.parse_args(["--model", "-", "--prompts", "-", *flags.split()])
+        assert decode.make_settings(args, config, tok.end_ids).block == block
+
+
+def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, refused, monkeypatch):
+    import huggingface_hub
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(allow_patterns)
+        if name != "org/good":
+            raise ConnectionError("offline\nand more lines")
+        return folders["llada"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    models.load_model(models.read_config("org/good"))
+    assert asked == [["*.json", "*.txt", "*.jinja"], ["*.safetensors"]]
+    with refused("org/bad", "neither a folder nor a hub model", "ConnectionError: offline"):
+        models.read_config("org/bad")
+
+
+@both
+def test_neither_code_nor_pickles_in_a_model_folder_are_touched(family, nets, tmp_path, refused):
+    folder, i = Path(tiny(family, tmp_path / "m")), ids_of(family)
+    for name in ("evil.py", "modeling.py", "tokenization.py", "__init__.py", "transformers.py"):
+        (folder / name).write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    (folder / "pytorch_model.bin").write_text(f"cbuiltins\nopen\n(S'{folder / 'ran'}'\nS'w'\ntR.")      # a pickle
+    code = {f"Auto{x}": "evil.Evil" for x in ("Config", "Model", "ModelForCausalLM")}
+    code["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]
+    edit_json(folder / "config.json", auto_map=code, trust_remote_code=True)
+    edit_json(folder / "tokenizer_config.json", auto_map=code, trust_remote_code=True, tokenizer_class="Evil")
+    net, tok = load(folder), models.load_tokenizer(models.read_config(str(folder)))
+    assert torch.equal(full(net, [[1, 2, 3]]), full(nets[family], [[1, 2, 3]]))
+    ids = tok("cab = 3+4", add_special_tokens=False)["input_ids"]
+    assert tok.decode(ids) == "cab = 3+4" and len(ids) == 9 - (family == "Dream")       # Dream merges "ab"
+    assert tok.end_ids == [i.eos, i.eot] and tok.convert_tokens_to_ids(SPECIALS[family]) == [i.mask, i.eos, i.eot]
+    (folder / "model.safetensors").unlink()
+    with refused(folder, ".bin", "convert or download"):
+        load(folder)
+    assert not (folder / "ran").exists() and "evil" not in sys.modules
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert (folder / "ran").exists()                     # the trap works
+
+
+def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
+    """A 200 MB checkpoint loaded in its own process; its peak resident memory."""
+    c = config_of("llada") | dict(d_model=1024, n_heads=8, n_kv_heads=8, mlp_hidden_size=4096, n_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(c))
+    config = models.read_config(str(tmp_path))
+    with torch.device("meta"):
+        net = models.Model(config)
+    weights = {models.hub_name(name, config.family): torch.zeros(p.shape) for name, p in net.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors")
+    size = sum(w.nbytes for w in weights.values())
+    code = """if True:
+        import sys, torch, safetensors.torch, model
+        def memory(line):                                # VmRSS: now, VmHWM: at its highest
+            return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(line))
+        torch.nn.Embedding(4, 4, device="meta")          # its first use imports 80 MB of torch, which is no weight
+        before = memory("VmRSS")
+        net = model.load_model(model.read_config(sys.argv[1]))
+        assert sum(float(p.sum()) for p in net.parameters()) == 0            # every page was really there
+        print(memory("VmHWM") - before)"""
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, capture_output=True, text=True, check=True)
+    assert 190e6 < size < 210e6 and 0.9 * size < int(run.stdout) < 1.3 * size, int(run.stdout) / size
+
+
+def test_compiled_blocks_compute_the_same(folders):
+    """By the aot_eager backend, which traces and differentiates as the default one does, and needs no compiler."""
+    plain, compiled = adapted(folders["Dream"]), adapted(folders["Dream"])
+    compiled.compile_blocks(backend="aot_eager")
+    for lengths in ((7, 3, 12), (5, 9)):
+        ids, attend, _ = ragged("Dream", lengths)
+        results = []
+        for net in (plain, compiled):
+            y = full(net, ids, attend)
+            y.square().mean().backward()
+            with torch.no_grad(), lora.disabled(net):
+                base = full(net, ids, attend)
+            results.append([y, base, *(p.grad for p in lora.parameters(net).values())])
+            net.zero_grad()
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
+def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_a_copy(tmp_path):
+    folder = Path(tiny("Dream", tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with_copy = load(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    for net in (with_copy, load(folder)):
+        assert net.head.weight is net.embed.weight
+        assert torch.equal(net.embed.weight, weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("option", [dict(use_dora=True), dict(use_rslora=True), dict(rank_pattern={"q_proj": 2}),
+                                    dict(modules_to_save=["lm_head"])], ids=lambda option: next(iter(option)))
+def test_an_adapter_of_another_formula_is_refused(option, folders, tmp_path, refused):
+    peft_adapter(reference("Dream", folders["Dream"]), tmp_path / "a", target_modules=QV, **option)
+    with refused(tmp_path / "a" / "adapter_config.json", *option):
+        lora.load(load(folders["Dream"]), tmp_path / "a")
+
+
+@both
+def test_a_second_adapter_replaces_the_first(family, folders, tmp_path, refused):
+    nets = {"a": adapted(folders[family], TARGETS[family]), "b": adapted(folders[family], ["k_proj"], 2, 3.0, seed=1)}
+    net, (ids, attend, _) = load(folders[family]), ragged(family)
+    for name in ("a", "b", "a"):
+        lora.save(nets[name], tmp_path / name)
+        lora.load(net, tmp_path / name)
+        assert lora.layers(net).keys() == lora.layers(nets[name]).keys()
+        assert torch.equal(full(net, ids, attend), full(nets[name], ids, attend))
+    with refused(tmp_path / "a", ".0.", "own base model"):
+        lora.load(load(folders["Dream" if family == "llada" else "llada"]), tmp_path / "a")
+
+
+def test_adapter_and_merged_model_decode_alike(cli, folders, tmp_path):
+    adapter, merged = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    lora.save(adapted(folders["llada"]), adapter, folders["llada"])
+    lora.merge_checkpoint(folders["llada"], adapter, merged)
+    runs = [cli("a.jsonl", f"--length 12 --adapter {adapter}"), cli("b.jsonl", f"--length 12 --model {merged}"),
+            cli("c.jsonl", "--length 12")]
+    a, b, base = [{id: (r["response_token_ids"], r["decoding_order"]) for id, r in x.items()} for x in runs]
+    assert a == b != base

@@ -1,0 +1,186 @@
+
+def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
+    """The answers by a second interpreter of the maps; every file of one split, no prompt in two."""
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path), "--train", "60", "--test", "40"])
+    toy.main()
+    files = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
+    prompts = {name: {row["prompt"] for row in rows} for name, rows in files.items()}
+    assert prompts["train"] == prompts["gt"]
+    for a, b in (("train", "val-math"), ("train", "test-math"), ("val-math", "test-math"), ("val-logic", "test-logic")):
+        assert not prompts[a] & prompts[b]
+    for row in files["gt"] + files["test-math"]:
+        values = {"a": int(row["prompt"][0]), "b": int(row["prompt"][1])}
+        for name in re.findall(r"swap|[ab]~|[ab][-+*][0-9ab]", row["prompt"][2:]):
+            if name == "swap":
+                values = {"a": values["b"], "b": values["a"]}
+            elif name[1] == "~":
+                values[name[0]] = 9 - values[name[0]]
+            else:
+                right = values[name[2]] if name[2] in values else int(name[2])
+                left = values[name[0]]
+                values[name[0]] = {"+": left + right, "-": left - right, "*": left * right}[name[1]] % 10
+        assert row["answer"] == f"{values['a']}{values['b']}"
+        assert row.get("response", row["answer"]).endswith(row["answer"])
+        assert " gives " not in row.get("response", "")          # reference answers: the rarer form only
+
+
+def test_committed_base_is_able_and_its_tokenizer_fits(tmp_path):
+    """Far above chance (1 %) at one and at four tokens per step, on prompts it was not trained on."""
+    config = models.read_config(str(HERE / "study" / "base"))
+    tok = models.load_tokenizer(config)
+    tasks = toy.draw("math", "test", 24, seed=5)
+    ids = tok("".join(tasks[0][0] + tasks[0][1]))["input_ids"]
+    assert ids == toy.encode(tasks)[0, :len(ids)].tolist() and len(tok) == config.vocab == len(toy.VOCAB)
+    net = load(HERE / "study" / "base")
+    for k in (1, 4):
+        args = decode.parse_args(["--model", "-", "--prompts", "-", "--length", "34", "--tokens-per-step", str(k)])
+        s = decode.make_settings(args, config, tok.end_ids)
+        prompts = [(str(n), tok("".join(task[0]))["input_ids"]) for n, task in enumerate(tasks)]
+        rows = decode.decode(net, prompts, s, 24)
+        right = [tok.decode(row.canvas.tolist(), skip_special_tokens=True).endswith("####" + tasks[int(row.id)][2])
+                 for row in rows]
+        assert np.mean(right) > 0.4
+
+
+def test_report_of_the_study_is_what_its_results_say(monkeypatch):
+    monkeypatch.chdir(HERE)
+    monkeypatch.syspath_prepend(HERE / "study")
+    import report
+    assert report.study() == (HERE / "study" / "report.md").read_text()
+    # verdicts: 3.2 standard errors from the threshold
+    for xs, want in (([1, 2, 3, 2], "shown"), ([1, 4, -1, 3], "not shown"), ([-1, -2, -3, -2], "contrary")):
+        assert report.verdict(xs) == want
+    assert report.verdict([-1, -0.9, -1.1, -1], above=-2) == "shown"
+
+
+def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):
+    small = [dict(phase, steps=1, tasks=20) for phase in toy.PHASES]
+    monkeypatch.setattr(toy, "PHASES", small)
+    real = toy.draw
+    monkeypatch.setattr(toy, "draw", lambda domain, split, count, *a, **k: real(domain, split, min(count, 30), *a, **k))
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--pretrain", "--out", str(tmp_path / "m")])
+    toy.main()
+    assert load(tmp_path / "m").config.vocab == len(toy.VOCAB)
+    with refused("holds a model already"):
+        toy.main()
+
+
+def test_what_bench_compares_with_computes_the_same():
+    """The release's training step and the published decoding loop, written out in bench.py, on a tiny model."""
+    shape = dict(bench.MODELS["dream"], width=32, layers=1, heads=4, kv_heads=1, mlp=48, vocab=1200)
+    model = bench.make_model(shape)
+    batch = tabom.collate(bench.make_views(1200), bench.MASK, "cpu")
+    ours = bench.train_step(model, batch)
+    assert ours.item() == pytest.approx(bench.release_step(model, batch).item(), rel=1e-4)
+    assert ours.item() == pytest.approx(bench.release_step_eager(model, batch).item(), rel=1e-4)
+    bench.script_answers(model, 16)
+    s = bench.make_settings(model.config, "--length 16 --tokens-per-step 2 --score entropy --temperature 0 --top-p 1")
+    prompts = [(row, [end, *range(5, 9 + 3 * row)]) for row, end in enumerate((16, 9, 4, 12))]
+    plain = bench.plain_decode(model, prompts, s, 4)
+    for size in (1, 3):
+        assert np.array_equal(bench.our_decode(model, prompts, s, size), plain)
+
+
+def test_plan_prices_every_stage(monkeypatch, capsys):
+    monkeypatch.setitem(bench.MODELS["small"], "layers", 2)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--plan", "small"])
+    bench.main()
+    printed = capsys.readouterr().out
+    for gpu in bench.GPUS:
+        assert f"small on 1 x {gpu}" in printed
+    for stage in ("decode the prompts", "train tabom", "train t3d, --grad-checkpoint"):
+        assert printed.count(stage) >= 3
+
+
+def test_recipes_print_commands_whose_flags_exist():
+    """DRY_RUN=1 ./run.sh dream-math and the others: every flag of every printed command is known to its script."""
+    parsers = {"decode.py": decode.parse_args, "tabom.py": tabom.parse_args, "eval.py": evaluate.parse_args}
+    for recipe in ("small", "d3llm", "dream-math", "dream-code", "llada-math", "llada-code"):
+        env = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
+        done = subprocess.run(["./run.sh", recipe], cwd=HERE, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        commands = [line.split() for line in done.stderr.splitlines() if line.startswith("+ ")]
+        assert len(commands) >= {"small": 4, "d3llm": 1}.get(recipe, 10)
+        for words in commands:
+            script = next(word for word in words if word in parsers)
+            parsers[script](words[words.index(script) + 1:])
+
+
+def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tmp_path, command):
+    """Every stage of ./run.sh small by its own commands, on a random model."""
+    family, rows = "a2d-qwen3", [dict(id=n, prompt=f"{n}+1", answer=str(n + 1)) for n in range(6)]
+    prompts, d = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "out" / "small"
+    env = CHILD | dict(PYTHON=sys.executable, OUT=str(tmp_path / "out"), SMALL_MODEL=folders[family], SMALL_CPU="1",
+                       SMALL_DATA=prompts, SMALL_TEST_DATA=prompts, SMALL_PROMPTS="6", SMALL_TEST="3",
+                       SMALL_LENGTH="16", SMALL_BLOCK="8", SMALL_EPOCHS="3", SMALL_TRAIN="--all --window 4 --lr 0.01")
+    done = subprocess.run(["./run.sh", "small"], cwd=HERE, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {r["decode"]["block"] for r in read_lines(d / "traj.jsonl")} == {8}
+    for name in ("base", "sft", "tabom"):
+        result = json.loads((d / "results" / f"{name}.json").read_text())
+        assert result["accuracy"]["p/1"]["n"] == 3 and result["tds"] > 0
+    # the merged checkpoint decodes as the adapter does
+    adapter, merged = d / "tabom" / "epoch-3", tmp_path / "merged"
+    flags = f"--model {folders[family]} --adapter {adapter} --out {merged}"
+    subprocess.run([sys.executable, "lora.py", *flags.split()], cwd=HERE, env=CHILD, check=True)
+    decode_flags = f"--prompts {prompts} --length 16 --block 8"
+    command(decode, f"--model {folders[family]} --adapter {adapter} {decode_flags} --out {tmp_path}/a.jsonl")
+    command(decode, f"--model {merged} {decode_flags} --out {tmp_path}/m.jsonl")
+    a, m, base = (sorted((r["id"], r["response_token_ids"]) for r in read_lines(file))
+                  for file in (tmp_path / "a.jsonl", tmp_path / "m.jsonl", d / "traj.jsonl"))
+    assert a == m != base
+
+
+def readme_fork(number, folder):
+    """A copy of our files with README's diff applied by content: what it removes must occur exactly once."""
+    diff = re.findall(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)[number]
+    assert len(diff.splitlines()) <= 15
+    folder.mkdir()
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, folder)
+    for part in re.split(r"^--- ", diff, flags=re.M)[1:]:
+        name, *lines = part.rstrip("\n").split("\n")
+        old = "".join(line[1:] + "\n" for line in lines if line[0] in "- ")
+        new = "".join(line[1:] + "\n" for line in lines if line[0] in "+ ")
+        source = (folder / name).read_text()
+        assert source.count(old) == 1, f"{name} has {source.count(old)} places like\n{old}"
+        (folder / name).write_text(source.replace(old, new))
+    return folder
+
+
+def test_fork_a_listwise_ranking_loss(tmp_path):
+    """Plackett-Luce: the negative log-probability of the decoding order, drawn one by one with weights exp(-h)."""
+    code = """if 1:
+        import math, torch, tabom
+        logp = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        valid = torch.tensor([[True, True, True, False]])
+        loss, parts = tabom.tabom_loss(logp, torch.zeros(1, 4, dtype=torch.long), valid, 1.0, 0.2)
+        h = [-sum(p * math.log(p) for p in row.exp().tolist()) for row in logp[0, :3]]
+        want = sum(math.log(sum(math.exp(-x) for x in h[r:])) + h[r] for r in range(3)) / 3
+        assert abs(parts["rank"].item() - want) < 1e-5, (parts, want)"""
+    subprocess.run([sys.executable, "-c", code], cwd=readme_fork(0, tmp_path / "f"), check=True)
+
+
+def decode_in(fork, model, tmp_path, *flags) -> dict:
+    prompts, out = write_lines(tmp_path / "p.jsonl", [{"prompt": "abc"}]), tmp_path / "t.jsonl"
+    argv = [sys.executable, "decode.py", "--model", model, "--prompts", prompts, "--out", out, "--length=8", *flags]
+    subprocess.run(argv, cwd=fork, check=True, capture_output=True)
+    return json.loads(out.read_text())
+
+
+def test_fork_another_score(tmp_path, folders, nets):
+    record = decode_in(readme_fork(1, tmp_path / "f"), folders["llada"], tmp_path, "--score", "second")
+    logits = plain_logits(nets["llada"], record["prompt_token_ids"], [nets["llada"].config.mask_id] * 8)
+    second = logits.softmax(-1).sort(-1).values[:, -2]
+    assert record["method"] == "second" and record["decoding_order"][int(second.argmin())] == 0
+
+
+def test_fork_another_model_family(tmp_path, folders, refused):
+    """A Llama-shaped diffusion model: Dream's names without the biases, LLaDA's tokenizer, no shift."""
+    folder = shutil.copytree(folders["llada"], tmp_path / "m")
+    weights = load_file(Path(folders["Dream"]) / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if not k.endswith("bias")}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of("Dream") | {"model_type": "llama-mdm"}))
+    assert decode_in(readme_fork(2, tmp_path / "f"), folder, tmp_path)["decode"]["schedule"] == "even"
+    with refused("llama-mdm"):                           # our own model.py does not know it
+        models.read_config(str(folder))
