@@ -249,7 +249,7 @@ def float_list(place: str, record: dict, field: str, N: int) -> np.ndarray:
     for value in values:
         if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
             stop(f"{place}: {field} holds {shorten(value)}, not a number; re-run decode.py")
-    return np.array([math.nan if value is None else value for value in values])
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float32)
 
 
 def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int) -> np.ndarray:
@@ -273,13 +273,12 @@ def from_states(place: str, row: dict, mask_id: int) -> dict:
     step; a position was decoded at the first state in which it is not masked.
     """
     prompt, states = row.get("prompt_ids"), row["trajectory"]
-    if not isinstance(prompt, list) or not isinstance(states, list) or not states or not isinstance(states[0], list):
-        stop(f"{place}: prompt_ids is no list, or trajectory no list of states; leave the row out")
+    if not isinstance(prompt, list) or not isinstance(states, list):
+        stop(f"{place}: prompt_ids or trajectory is no list; leave the row out")
     for n, state in enumerate(states):
         if not isinstance(state, list) or len(state) != len(states[0]) or state[:len(prompt)] != prompt:
-            stop(f"{place}: state {n} is not the prompt and {len(states[0]) - len(prompt)} tokens; leave the row out")
+            stop(f"{place}: state {n} is not the prompt and as many tokens as in state 0; leave the row out")
     tokens = np.array(states)[:, len(prompt):]                                  # (states, N)
-    # what is decoded stays
     changed = (tokens[:-1] != mask_id) & (tokens[1:] != tokens[:-1])
     if changed.any():
         n, i = np.argwhere(changed)[0]
@@ -378,7 +377,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
             stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
                  f"decode.py, or use --method sft")
         traj = read_trajectory(place, row, number, config, tok, length)
-        if tail == "drop":                               # paper silent on the tail; study/departures.md
+        if tail == "drop":                               # paper silent on the tail; README "Departures"
             traj.last = first_end(traj, tok.end_ids)
         reason = None if everything else why_not(traj, tok)
         if reason is None and len(traj.order) < 2:

@@ -242,7 +242,7 @@ def choose(z, count, s, rng, token_z=None):
 def new_trajectory(id, prompt, s) -> Trajectory:
     """A response of N masks."""
     N = s.length
-    unknown = np.full((2, N), np.nan)
+    unknown = np.full((2, N), np.nan, dtype=np.float32)
     return Trajectory(id, np.array(prompt), np.full(N, s.mask_id), np.full(N, -1), *unknown, block=s.block)
 
 
@@ -335,15 +335,13 @@ def decode_all(model, tok, config, items, s, batch_size, label, token_model=None
     trajs = list(trajs.values())
     if world_size > 1:
         # a sum over ranks, to which each adds zeros for what it has not decoded
-        mine = {id for id, _ in mine}
-        table = torch.zeros(len(trajs), 4, s.length, dtype=torch.float64)
-        for n, traj in enumerate(trajs):
-            if traj.id in mine:
-                table[n] = torch.from_numpy(np.stack([traj.response, traj.step, traj.entropy, traj.confidence]))
-        dist.all_reduce(table)
-        for traj, (response, step, h, sure) in zip(trajs, table.numpy(), strict=True):
-            traj.response, traj.step = response.astype(int), step.astype(int)
-            traj.entropy, traj.confidence = h, sure
+        others = {id for id, _ in prompts} - {id for id, _ in mine}
+        for name in ("response", "step", "entropy", "confidence"):
+            table = np.stack([getattr(traj, name) for traj in trajs])                        # (items, N)
+            table[[traj.id in others for traj in trajs]] = 0
+            dist.all_reduce(torch.from_numpy(table))     # in place
+            for traj, row in zip(trajs, table, strict=True):
+                setattr(traj, name, row)
     for traj, item in zip(trajs, items, strict=True):
         judge_answer(traj, item, tok)
     return trajs
@@ -472,7 +470,6 @@ def main():
     size = min(4 * args.batch_size, -(-len(prompts) // world_size))
     shards = [prompts[i:i + size] for i in range(0, len(prompts), size)][rank::world_size]
     shards = [shard for shard in shards if any(id not in done for id, _ in shard)]
-    total = sum(id not in done for shard in shards for id, _ in shard)
 
     # the model, with an adapter if one is given
     model = load_model(config, device, dtype)
@@ -482,7 +479,7 @@ def main():
         model.compile_blocks()
 
     # decode; every finished response is written at once
-    bar, start = Bar(total, "decode"), time.time()
+    bar, start = Bar(sum(len(shard) for shard in shards), "decode"), time.time()
     decoded = tokens = valid = 0
     for shard in shards:
         for traj in decode(model, shard, s, args.batch_size):

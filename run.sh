@@ -7,8 +7,8 @@
 #   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
 #   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code
 #   ./run.sh d3llm          an adapter of Dream-7B on published trajectories, without decoding, on 8 GPUs
-# With DRY_RUN=1 the last three only print their commands; `python bench.py --plan small` (or dream, llada) says what
-# they cost.
+# With DRY_RUN=1 the last three only print their commands; `python study/bench.py --plan small` (or dream, llada) says
+# what they cost.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -59,13 +59,13 @@ train() {                       # train NAME FLAGS: one adapter in $d/NAME, 15 s
 }
 
 measure() {                     # measure DOMAIN FLAGS: accuracy on test prompts, 30 s per adapter
-    run "$PYTHON" eval.py --model study/base --length 34 --batch-size 64 --prompts "$d/test-$1.jsonl" "${@:2}"
+    run "$PYTHON" eval.py --model study/base --batch-size 64 --prompts "$d/test-$1.jsonl" "${@:2}"
 }
 
-adapters() {                    # NAME=FOLDER of the last epoch of these runs
+adapters() {                    # NAME=FOLDER of these runs
     local folder
     for folder in "$@"; do
-        echo "$(basename "$folder")=$(ls -d "$folder"/epoch-* | sort -V | tail -n 1)"
+        echo "$(basename "$folder")=$folder/last"
     done
 }
 
@@ -76,14 +76,14 @@ toy() {
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 
     # prompts, and the base model's own answers to them (1 minute); two ranks write them in no fixed order
-    run "$PYTHON" toy.py --out "$d" --test 200
+    run "$PYTHON" study/toy.py --out "$d" --test 200
     run "$PYTHON" -m torch.distributed.run --nproc_per_node 2 decode.py --model study/base --prompts "$d/train.jsonl" \
-        --length 34 --batch-size 64 --out "$d/traj.jsonl"
+        --batch-size 64 --out "$d/traj.jsonl"
     LC_ALL=C sort -o "$d/traj.jsonl" "$d/traj.jsonl"
 
     # six ways to post-train it, at two learning rates (2 minutes)
     for rate in 3e-4 1e-3; do
-        train sft-gt@$rate --lr $rate --method sft --data "$d/gt.jsonl" --length 34 & other=$!
+        train sft-gt@$rate --lr $rate --method sft --data "$d/gt.jsonl" & other=$!
         train sft-sd@$rate --lr $rate --method sft --data "$d/traj.jsonl"
         wait $other
         train dinfer@$rate --lr $rate --method dinfer --data "$d/traj.jsonl" & other=$!
@@ -101,7 +101,9 @@ toy() {
     measure logic --out "$d/logic" --adapter $(adapters "$d"/*@*) & other=$!
     measure math --parallel 2 4 --swap --out "$d/swap" --no-base --adapter $(adapters "$d/ce-only@1e-3" "$d/tabom@1e-3")
     wait $other
-    measure math --limit 32 --tds 32 --pictures --out "$d/pictures"
+    measure math --limit 32 --tds 32 --out "$d/tds"
+    run "$PYTHON" study/report.py curves "$d/tds"
+    run "$PYTHON" study/report.py map "$d/traj.jsonl" "$d/map.png"
     run "$PYTHON" study/report.py demo "$d"
 }
 
@@ -128,10 +130,10 @@ small() {
     for method in $SMALL_METHODS; do
         run "$PYTHON" tabom.py --model "$SMALL_MODEL" --out "$d/$method" --resume --method $method \
             --epochs $SMALL_EPOCHS --data "$d/traj.jsonl" $SMALL_TRAIN
-        adapters+=("$method=$d/$method/epoch-$SMALL_EPOCHS")
+        adapters+=("$method=$d/$method/last")
     done
     run "$PYTHON" eval.py --model "$SMALL_MODEL" --adapter "${adapters[@]}" --prompts "$SMALL_TEST_DATA" \
-        --limit $SMALL_TEST $decode --tds 32 --pictures --out "$d/results"
+        --limit $SMALL_TEST $decode --tds 32 --out "$d/results"
 }
 
 # ---------------------------------------------------------------- the paper's experiments
@@ -164,11 +166,11 @@ paper() {                       # paper dream|llada math|code: from the data set
     # measure the base and the last epoch of each
     local measure="$torchrun eval.py --model $model --adapter" method
     for method in sft-gt sft-sd dinfer t3d tabom; do
-        measure+=" $method=$d/$method/epoch-5"
+        measure+=" $method=$d/$method/last"
     done
     run $measure --tasks gsm8k_cot,minerva_math500,ifeval --out "$d/results"
     run $measure --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-per-step"
-    run $measure --prompts gsm8k-test --limit 256 --tds 64 --pictures --out "$d/tds"
+    run $measure --prompts gsm8k-test --limit 256 --tds 64 --out "$d/tds"
     # these two run what the model wrote, inside the harness, so they need your consent: RUN_UNSAFE_CODE=1
     if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
         run env HF_ALLOW_CODE_EVAL=1 $measure --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code \
@@ -186,7 +188,7 @@ d3llm() {                       # from nothing to an adapter of Dream-7B on publ
 tests() {                       # without a GPU, whose rounding differs; some CPUs die of bf16 products without the flag
     export CUDA_VISIBLE_DEVICES= ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16
     "$PYTHON" -m ruff check .
-    "$PYTHON" -m pytest -q test_tabom.py "$@"
+    "$PYTHON" -m pytest -q test_tabom.py tests "$@"
 }
 
 case ${1:-toy} in
@@ -194,7 +196,7 @@ case ${1:-toy} in
     small) environment; small ;;
     study) environment; study ;;
     test) environment; tests "${@:2}" ;;
-    bench) environment; "$PYTHON" bench.py "${@:2}" ;;
+    bench) environment; "$PYTHON" study/bench.py "${@:2}" ;;
     d3llm) environment; d3llm ;;
     dream-math|dream-code|llada-math|llada-code) environment; paper "${1%-*}" "${1#*-}" ;;
     *) echo "$1: unknown; the first lines of run.sh list what there is" >&2; exit 2 ;;

@@ -19,7 +19,7 @@ Where we differ from the paper, always as the authors' own code does:
    was decoded, which takes W forwards: --rank-context exact.
 2) lambda and gamma are tuned per task in the paper; here they are 1 and 0.2 unless you say otherwise.
 3) Tokens after the first EOS are trained on; --tail drop leaves them out.
-The other departures are in study/departures.md.
+README "Departures" lists the others.
 
 B: batch, T: prompt + response, N: response, W: window, V: vocabulary
 """
@@ -147,7 +147,7 @@ def tabom_view(traj, rng, window=32, cut="uniform"):
 
 
 class Batch(NamedTuple):
-    """Column w belongs to the w-th target in decoding order. What a loss wants to know of a target is a column."""
+    """Column w belongs to the w-th target in decoding order. What else a loss wants to know of a target is a column."""
     ids: torch.Tensor                                      # (B, T) tokens, masked where not visible
     attend: torch.Tensor                                   # (B, T) False on the left padding
     pos: torch.Tensor                                      # (B, W) where in T the target is
@@ -164,18 +164,24 @@ def collate(views, mask_id, device):
         response = np.where(v.visible, v.traj.response, mask_id)
         rows.append(np.concatenate([v.traj.prompt, response]))
     ids, attend = left_pad(rows)                                            # (B, T), (B, T)
-    B, T = ids.shape
-    W = max(len(v.targets) for v in views)
-    pos, x0, valid = np.full((B, W), T - 1), np.zeros((B, W), dtype=int), np.zeros((B, W), dtype=bool)
-    step, h = np.zeros((B, W), dtype=int), np.zeros((B, W), dtype=np.float32)
-    for b, v in enumerate(views):
-        n = len(v.targets)
-        pos[b, :n] = T - len(v.traj.response) + v.targets
-        x0[b, :n] = v.traj.response[v.targets]
-        valid[b, :n] = True
-        step[b, :n] = v.traj.step[v.targets]
-        h[b, :n] = v.traj.entropy[v.targets]
-    return Batch(*[torch.from_numpy(x).to(device) for x in (ids, attend, pos, x0, valid, step, h)])
+    T = ids.shape[1]
+
+    def per_target(values, fill=0):
+        """One array per view, as long as its targets -> (B, W)."""
+        column = np.full((len(views), max(len(x) for x in values)), fill, dtype=values[0].dtype)
+        for b, x in enumerate(values):
+            column[b, :len(x)] = x
+        return torch.from_numpy(column).to(device)
+
+    return Batch(
+        ids=torch.from_numpy(ids).to(device),
+        attend=torch.from_numpy(attend).to(device),
+        pos=per_target([T - len(v.traj.response) + v.targets for v in views], fill=T - 1),
+        x0=per_target([v.traj.response[v.targets] for v in views]),
+        valid=per_target([np.ones(len(v.targets), dtype=bool) for v in views]),
+        step=per_target([v.traj.step[v.targets] for v in views]),
+        entropy=per_target([v.traj.entropy[v.targets] for v in views]),
+    )
 
 
 def epoch_batches(lengths, batch_size, seed, epoch):

@@ -1,10 +1,10 @@
 """
 What the code costs: measured on this CPU against plain code, and estimated for the real models on GPUs.
 
-$ python bench.py                        # every measurement, about half an hour on two quiet cores
-$ python bench.py --quick                # the same rows at small sizes, about a minute: to see that it runs
-$ python bench.py --only train decode    # some parts
-$ python bench.py --plan dream           # or llada, small: time, memory and hours of every stage on three GPUs
+$ python study/bench.py                        # every measurement, about half an hour on two quiet cores
+$ python study/bench.py --quick                # the same rows at small sizes, about a minute: to see that it runs
+$ python study/bench.py --only train decode    # some parts
+$ python study/bench.py --plan dream           # or llada, small: time, memory and hours of every stage on three GPUs
 
 Figures are ratios within one run. "Ours" is this repository. What it is compared with is written below, after the code
 that the authors of the paper and of the models publish, on the same Model, and must compute the same.
@@ -29,7 +29,6 @@ import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -40,11 +39,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-import decode
-import lora
-import tabom
-from model import FAMILIES, Config, Model
-from util import about_run, new_parser
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import decode  # noqa: E402
+import lora  # noqa: E402
+import tabom  # noqa: E402
+from data import Trajectory  # noqa: E402
+from model import FAMILIES, Config, Model  # noqa: E402
+from util import Parser, about_run  # noqa: E402
 
 TARGETS = """
 training, Dream's shape: release / ours                     >= 1.5
@@ -62,9 +63,9 @@ decoding, answers end at half: share of padding             <= 0.1
 tabom.py --help, s                                          <= 2
 decode.py --help, s                                         <= 2
 eval.py --help, s                                           <= 2
-toy.py --help, s                                            <= 2
 lora.py --help, s                                           <= 2
-bench.py --help, s                                          <= 2
+study/toy.py --help, s                                      <= 2
+study/bench.py --help, s                                    <= 2
 --plan, Dream's shape: error of FLOPs                       <= 0.15
 --plan, Dream's shape: error of peak memory                 <= 0.15
 --plan, Dream's vocabulary: error of FLOPs                  <= 0.15
@@ -101,7 +102,7 @@ Estimated from the operations of one step of this code in bf16; not measured.
 * Training takes 5 epochs. "evaluate" decodes GSM8K's test questions: all 1,319 with the base and five adapters, for
   small the 400 of ./run.sh small with the base and two.
 * GB: weights, adapter, AdamW, the largest batch, 1 for CUDA. "too large": more than 95 % of the card.
-* Not counted: loading, data, communication between GPUs (one small all-reduce per adapter matrix and step)."""
+* Not counted: loading, data, communication between GPUs (one all-reduce of the adapter's gradient per step)."""
 
 
 def measured_shapes(quick: bool) -> dict:
@@ -126,16 +127,16 @@ def make_model(shape: dict, device="cpu", dtype=torch.float32) -> Model:
     return model
 
 
-def make_views(vocab: int, prompt_length: int = PROMPT) -> list:
-    """Four samples as tabom.py draws them. It puts similar lengths together; here they are equal."""
+def make_views(vocab: int, prompt_length=PROMPT, N=256, W=WINDOW, B=4) -> list:
+    """Samples as tabom.py draws them. It puts similar lengths together; here they are equal."""
     rng = np.random.default_rng(0)
-    args = SimpleNamespace(method="tabom", window=WINDOW, cut="uniform")
     views = []
-    for _ in range(4):
-        prompt, response = rng.integers(3, vocab, prompt_length), rng.integers(3, vocab, 256)
-        order = rng.permutation(256)
-        traj = SimpleNamespace(prompt=prompt, response=response, order=order, step=np.argsort(order))
-        views.append((traj, *tabom.sample_view(traj, args, rng)))
+    for n in range(B):
+        prompt, response = rng.integers(3, vocab, prompt_length), rng.integers(3, vocab, N)
+        order = rng.permutation(N)
+        traj = Trajectory(n, prompt, response, np.argsort(order), *np.full((2, N), np.nan))
+        start = rng.integers(N - W + 1)
+        views.append(tabom.View(traj, traj.step < start, order[start:start + W]))
     return views
 
 
@@ -148,43 +149,29 @@ def update(model, loss):
     return loss.detach()
 
 
-def train_step(model, batch, method="tabom", h=None):
-    """As tabom.compute_loss and main do. batch: what collate returns."""
-    ids, attend, pos, x0, valid = batch
-    logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
-    if method == "t3d":
-        with torch.no_grad(), lora.disabled(model):
-            ref_logp = F.log_softmax(model(ids, attend, pos).float(), dim=-1)
-        loss, _ = tabom.t3d_loss(logp, ref_logp, x0, valid)
-    else:
-        lam = 1.0 if method == "tabom" else 0.0
-        loss, _ = tabom.tabom_loss(logp, x0, valid, lam, 0.2, h)
+def train_step(model, views, flags=""):
+    """A step of tabom.py's loop with these flags."""
+    args = tabom.parse_args(["--data=", *flags.split()])
+    model.grad_checkpoint = args.grad_checkpoint
+    loss, _ = tabom.compute_loss(model, views, args, next(model.parameters()).device)
     return update(model, loss.mean())
-
-
-def exact_step(model, views):
-    """--rank-context exact --grad-checkpoint"""
-    model.grad_checkpoint = True
-    h = tabom.exact_entropies(model, views, MASK, "cpu")
-    train_step(model, tabom.collate(views, MASK, "cpu"), h=h)
-    model.grad_checkpoint = False
 
 # -----------------------------------------------------------------------------
 # what training is compared with
 
-def bare_step(model, batch):
+def bare_step(model, views):
     """The LoRA model alone on the same tokens: forward, and backward of a made-up gradient. No loss, no update."""
-    ids, attend, pos, _, _ = batch
-    logits = model(ids, attend, pos)
+    batch = tabom.collate(views, MASK, "cpu")
+    logits = model(batch.ids, batch.attend, batch.pos)
     logits.backward(torch.full_like(logits, 1e-6))
 
 
-def release_step(model, batch):
+def release_step(model, views):
     """
     The release's way: prompts padded to 256, the head over all positions, an fp32 softmax with 1e-10 in the log over
     all response positions, a loop over samples.
     """
-    ids, attend, pos, x0, _ = batch
+    ids, attend, pos, x0, *_ = tabom.collate(views, MASK, "cpu")
     padding = 512 - ids.shape[1]
     ids, attend = F.pad(ids, (padding, 0)), F.pad(attend, (padding, 0))
     logits = model(ids, attend, torch.arange(512).expand(4, -1)).float()                     # (B, 512, V)
@@ -198,10 +185,10 @@ def release_step(model, batch):
     return update(model, torch.stack(losses).mean())
 
 
-def release_step_eager(model, batch):
+def release_step_eager(model, views):
     """With every attention score written out, as the release does unless told otherwise."""
     with sdpa_kernel(SDPBackend.MATH):
-        return release_step(model, batch)
+        return release_step(model, views)
 
 # -----------------------------------------------------------------------------
 # decoding, and what it is compared with
@@ -228,13 +215,13 @@ def script_answers(model, N) -> list:
 
 
 def make_settings(config, flags: str):
-    args = decode.parse_args(["--model=", "--prompts=", *flags.split()])
+    args = decode.flags().parse_args(["--model=", "--prompts=", *flags.split()])
     return decode.make_settings(args, config, [EOS])
 
 
 def our_decode(model, prompts, s, batch_size):
-    rows = sorted(decode.decode(model, prompts, s, batch_size), key=lambda row: row.id)
-    return [np.where(row.step < 0, EOS, row.canvas) for row in rows]   # what was never needed follows the first EOS
+    trajs = sorted(decode.decode(model, prompts, s, batch_size), key=lambda traj: traj.id)
+    return [np.where(traj.step < 0, EOS, traj.response) for traj in trajs]   # what was never needed follows the EOS
 
 
 @torch.no_grad()
@@ -242,8 +229,8 @@ def plain_decode(model, prompts, s, batch_size):
     """The published loop: a batch padded to its longest prompt, head and softmax over all positions, all steps."""
     answers = []
     for i in range(0, len(prompts), batch_size):
-        rows = [decode.new_row(*prompt, s) for prompt in prompts[i:i + batch_size]]
-        (ids, attend, _), _ = decode.decode_batch(rows, s, "cpu")
+        trajs = [decode.new_trajectory(*prompt, s) for prompt in prompts[i:i + batch_size]]
+        (ids, attend, _), _ = decode.pack(trajs, s, "cpu")
         everywhere = torch.arange(ids.shape[1]).expand(len(ids), -1)
         for _ in range(s.steps):
             p = model(ids, attend, everywhere).float().softmax(-1)                           # (B, T, V)
@@ -272,7 +259,7 @@ class Price(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kernel, name, kwargs = op.overloadpacket, op.overloadpacket.__name__, kwargs or {}
         if name == "_local_scalar_dense":
-            return True                                  # decode.filter_logits asks whether 64 tokens are enough
+            return True                                  # filter_logits in decode.py asks whether 64 tokens are enough
         out = op(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
 
@@ -308,56 +295,47 @@ def gpu_attention(q, k, v, attn_mask=None):
 GPU_KERNELS = dict(scaled_dot_product_attention=gpu_attention, rms_norm=F.layer_norm)
 
 
-def empty_batch(B, T, W):
-    """ids, attend, pos, x0, valid without data."""
-    ids = torch.full((B, T), 0, device="meta")
-    pos = torch.full((B, W), 0, device="meta")
-    return ids, ids == 0, pos, pos, pos == 0
-
-
-def decode_step(model, s, batch):
+def decode_step(model, s, views):
     """As in decode.py's loop: one forward, then each row by itself."""
-    logits = model(*batch[:3])
+    batch = tabom.collate(views, MASK, "meta")
+    logits = model(batch.ids, batch.attend, batch.pos)
     for z in logits:
-        z = z.float()
-        decode.entropy(z)
-        token, _ = decode.draw_tokens(z if s.score == "confidence" else z[:1], s, None)
-        decode.score_positions(z, token, s, None)
-    return logits
+        decode.choose(z.float(), 1, s, None)
 
 
-def price_step(step, B, N, largest, mean) -> Price:
+def price_step(step, shape, B, N, largest, mean) -> Price:
     """The peak of steps with the longest prompts and windows, the sums of a mean one."""
     price = Price()
     for prompt, W in ((LONGEST_PROMPT, largest), (LONGEST_PROMPT, largest), (PROMPT, mean)):
+        views = make_views(shape["vocab"], prompt, N, W, B)
         price.sums.clear()
         with mock.patch.multiple(F, **GPU_KERNELS), price:
-            # the name keeps the last step's logits while the next runs, as decode.py does
-            logits = step(empty_batch(B, prompt + N, W))  # noqa: F841
+            step(views)
     return price
 
 
 def plan(args):
     print(ASSUMPTIONS)
-    model = make_model(MODELS[args.plan], "meta", torch.bfloat16)
+    shape = MODELS[args.plan]
+    model = make_model(shape, "meta", torch.bfloat16)
     B, N = args.batch_size, args.length
     stages = []                                          # name, steps per GPU, price of one
 
     # decode the prompts, and the questions of the evaluation
     s = make_settings(model.config, f"--length {N} --block {args.block}")
     with torch.no_grad():
-        price = price_step(partial(decode_step, model, s), 16, N, s.block, s.block // 2)
+        price = price_step(partial(decode_step, model, s), shape, 16, N, s.block, s.block // 2)
     for name, count in (("decode the prompts", args.prompts), ("evaluate", args.answers)):
         stages.append((name, N * math.ceil(count / 16 / args.gpus), price))
 
     # train by each method
-    for flag in ("", ", --grad-checkpoint"):
-        model.grad_checkpoint = bool(flag)
+    for flag in ("", "--grad-checkpoint"):
         for name, share in METHODS.items():
             windows = (N, int(share * N)) if share else (WINDOW, WINDOW)
-            price = price_step(partial(train_step, model, method=name.split()[0]), B, N, *windows)
+            step = partial(train_step, model, flags=f"--method {name.split()[0]} {flag}")
+            price = price_step(step, shape, B, N, *windows)
             count = args.prompts if "references" in name else args.records
-            stages.append((f"train {name}{flag}", 5 * math.ceil(count / B / args.gpus), price))
+            stages.append((f"train {name} {flag}", 5 * math.ceil(count / B / args.gpus), price))
 
     for title, gpu in GPUS.items():
         rows = [["", "steps", "ms", "matmul", "attention", "traffic", "launches", "GB", "hours"]]
@@ -415,8 +393,8 @@ def bench_train(quick):
     steps = {"ours": train_step, "bare model": bare_step, "release": release_step,
              "release, eager attention": release_step_eager}
     for title, shape in measured_shapes(quick).items():
-        model, batch = make_model(shape), tabom.collate(make_views(shape["vocab"]), MASK, "cpu")
-        variants = {name: partial(step, model, batch) for name, step in steps.items()}
+        model, views = make_model(shape), make_views(shape["vocab"])
+        variants = {name: partial(step, model, views) for name, step in steps.items()}
         compare(f"training, {title}", variants, 6)
 
 
@@ -443,21 +421,21 @@ def bench_decode(quick):
 def bench_exact(quick):
     shape = measured_shapes(quick)["Dream's shape"]
     model = make_model(shape)
-    traj, visible, targets = make_views(shape["vocab"])[0]
+    view = make_views(shape["vocab"])[0]
 
     def forward_backwards():
-        for target in targets:
-            bare_step(model, tabom.collate([(traj, visible, target[None])], MASK, "cpu"))
+        for target in view.targets:
+            bare_step(model, [view._replace(targets=target[None])])
 
-    exact = partial(exact_step, model, [(traj, visible, targets)])
+    exact = partial(train_step, model, [view], "--rank-context exact --grad-checkpoint")
     compare("--rank-context exact", {"ours": exact, "W forward-backwards": forward_backwards}, 3)
 
 
 def bench_start(quick):
-    for name in ("tabom.py", "decode.py", "eval.py", "toy.py", "lora.py", "bench.py"):
+    for name in ("tabom.py", "decode.py", "eval.py", "lora.py", "study/toy.py", "study/bench.py"):
         command = [sys.executable, name, "--help"]
         start = time.perf_counter()
-        subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, check=True)
+        subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=True)
         RESULTS[f"{name} --help, s"] = time.perf_counter() - start
 
 
@@ -465,12 +443,10 @@ def bench_plan(quick):
     """What --plan counts, against what torch counts and measures: one training step of small shapes in fp32."""
     for title, shape in measured_shapes(quick).items():
         model = make_model(shape)
-        mean = tabom.collate(make_views(shape["vocab"]), MASK, "cpu")
-        largest = tabom.collate(make_views(shape["vocab"], LONGEST_PROMPT), MASK, "cpu")
-        price = price_step(partial(train_step, make_model(shape, "meta")), 4, 256, WINDOW, WINDOW)
+        price = price_step(partial(train_step, make_model(shape, "meta")), shape, 4, 256, WINDOW, WINDOW)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            train_step(model, mean)
-        _, _, memory = measure(partial(train_step, model, largest))
+            train_step(model, make_views(shape["vocab"]))
+        _, _, memory = measure(partial(train_step, model, make_views(shape["vocab"], LONGEST_PROMPT)))
         peak = price.peak - sum(p.nbytes for p in model.parameters())
         RESULTS[f"--plan, {title}: error of FLOPs"] = abs(price.sums["flops"] / counter.get_total_flops() - 1)
         RESULTS[f"--plan, {title}: error of peak memory"] = abs(peak / 1e9 / memory - 1)
@@ -479,7 +455,7 @@ def bench_plan(quick):
 def main():
     parts = {"train": bench_train, "decode": bench_decode, "exact": bench_exact, "start": bench_start,
              "plan": bench_plan}
-    parser = new_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="some parts")
     parser.add_argument("--plan", choices=MODELS, help="estimate what the experiment costs on GPUs; nothing is run")

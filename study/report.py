@@ -1,8 +1,10 @@
 """
-Tables and pictures of what was measured on the toy.
+Tables and pictures of what eval.py has measured.
 
-$ python study/report.py demo out/toy           # the last screen of ./run.sh
-$ python study/report.py study                  # study/report.md and the pictures, from study/results
+$ python study/report.py demo out/toy                   # the last screen of ./run.sh
+$ python study/report.py study                          # study/report.md and the pictures, from study/results
+$ python study/report.py curves RESULTS                 # tds.png and ce.png of a results folder
+$ python study/report.py map traj.jsonl map.png         # the first decoding of a file, position x step
 """
 import json
 import sys
@@ -63,7 +65,7 @@ def demo(folder: Path):
     print("""
 Look at how 2 and 4 tokens per step, and logic, change from the rate 3e-4 to 1e-3: who keeps what the base could do?
 The last column of the swap is about order alone: the base's own tokens, in the order that training left.""")
-    print(f"\nPictures: {folder}/pictures/map-base.png (one decoding) and tds.png; trajectories: {folder}/traj.jsonl")
+    print(f"\nPictures: {folder}/map.png (one decoding), {folder}/tds/tds.png; trajectories: {folder}/traj.jsonl")
 
 # -----------------------------------------------------------------------------
 # the study: every value is a list over bases, so that differences are paired
@@ -238,6 +240,61 @@ def draw_tds(path: Path):
     figure.savefig(path)
 
 
+def draw_curves(folder: Path):
+    """tds.png and ce.png of a results folder."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    curves = {}
+    for name, result in results.items():
+        curve = result.get("tds_curve") or []
+        steps = [step for step, value in enumerate(curve) if value is not None]
+        if steps:
+            curves[name] = steps, [curve[step] for step in steps]
+    pictures = {"tds": (curves, "Trajectory discrimination score", "decoding step", "entropy variance (nats²)")}
+    ce = results.get("base", {}).get("ce", {})
+    curves = {label: ([float(ratio) for ratio in curve], list(curve.values())) for label, curve in ce.items()}
+    pictures["ce"] = curves, "Cross-entropy under the base model", "mask ratio", "cross-entropy (nats)"
+    for stem, (curves, title, x, y) in pictures.items():
+        if not curves:
+            continue
+        figure, axes = pyplot().subplots(figsize=(5.5, 3.6), dpi=160, layout="constrained")
+        for label, (xs, ys) in curves.items():
+            axes.plot(xs, ys, label=label, linewidth=1.6)
+        axes.set(title=title, xlabel=x, ylabel=y)
+        axes.legend(frameon=False)
+        figure.savefig(folder / f"{stem}.png")
+        print(f"picture: {folder}/{stem}.png")
+
+
+def draw_map(source: str, path: str):
+    """One decoding, position x step: colour is the entropy of what is still masked, a dot where a token was decoded."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import numpy as np
+
+    from data import load_trajectories, model_of
+    from eval import states, token_stats
+    from model import load_model, load_tokenizer, read_config
+    config = read_config(model_of(source))
+    tok = load_tokenizer(config)
+    traj = load_trajectories(source, config, tok, limit=1, everything=True)[0]
+    steps, views = zip(*states(traj, tok.end_ids), strict=True)
+    grid = np.full((steps[-1] + 1, len(traj.step)), np.nan)
+    stats = token_stats(load_model(config), views, config.mask_id, 16)
+    for step, view, (_, h) in zip(steps, views, stats, strict=True):
+        grid[step, view.targets] = h
+    decoded = np.flatnonzero(traj.step >= 0)
+    width = int(decoded.max()) + 1
+    figure, axes = pyplot().subplots(figsize=(7, 4.5), dpi=160, layout="constrained")
+    image = axes.imshow(grid[:, :width], aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.plot(decoded, traj.step[decoded], "o", color="crimson", markersize=3)
+    axes.set(title="Entropy of masked positions while decoding", xlabel="position", ylabel="decoding step")
+    if width <= 64:
+        axes.set_xticks(range(width), [tok.decode([token]) for token in traj.response[:width].tolist()], fontsize=6,
+                        rotation=90)
+    figure.colorbar(image, label="entropy (nats)")
+    figure.savefig(path)
+    print(f"picture: {path}")
+
+
 def table(head: list, rows: list) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -304,6 +361,10 @@ def study() -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["demo"] and len(sys.argv) == 3:
         demo(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["curves"] and len(sys.argv) == 3:
+        draw_curves(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["map"] and len(sys.argv) == 4:
+        draw_map(*sys.argv[2:])
     elif sys.argv[1:] == ["study"]:
         try:
             Path("study/report.md").write_text(study())
@@ -311,7 +372,7 @@ if __name__ == "__main__":
             draw_tds(Path("study/tds.png"))
             print("study/report.md, study/rates.png, study/tds.png")
         except FileNotFoundError as e:
-            print(f"{e.filename}: is missing, the study is not finished; study/run.sh continues it", file=sys.stderr)
+            print(f"{e.filename}: is missing, the study is not finished; ./run.sh study continues it", file=sys.stderr)
             raise SystemExit(2) from None
     else:
         print(__doc__)

@@ -15,7 +15,6 @@ from pathlib import Path
 from report import BASES, METHODS, RATES, RESULTS, SPEEDS, select, values
 
 ROOT = Path(__file__).parent.parent
-CANVAS = ["--length", "34"]
 VALIDATION, TEST = 200, 250                              # prompts per base and domain
 
 # label: flags of tabom.py; {base} is the base's folder. The last of two equal flags counts. A label that is only here
@@ -63,16 +62,15 @@ def run(script: str, *flags) -> bool:
 
 def prepare(out: Path, seed: int):
     """A base model, its prompts, and its own answers at temperature 0 and 1."""
-    sys.path.insert(0, str(ROOT))
     from toy import CONFIG
     base = out / f"base{seed}"
     # a base is made once; one of other words or sizes would answer nonsense
     if not (base / "model" / "model.safetensors").exists():
-        run("toy.py", "--pretrain", "--seed", seed, "--out", base / "model")
+        run("study/toy.py", "--pretrain", "--seed", seed, "--out", base / "model")
     if json.loads((base / "model" / "config.json").read_text()) != CONFIG:
         raise SystemExit(f"{base}/model: was made by another toy.py; delete {base}, or give another folder")
-    run("toy.py", "--seed", 1000 + seed, "--out", base)
-    decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64, *CANVAS]
+    run("study/toy.py", "--seed", 1000 + seed, "--out", base)
+    decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64]
     run("decode.py", *decode, "--out", base / "traj.jsonl")
     run("decode.py", *decode, "--temperature", 1, "--out", base / "sampled.jsonl")
     validate(out, seed, [])
@@ -89,12 +87,11 @@ def train(base: Path, seed: int, name: str) -> list:
     if not (folder / "done").exists():
         trained = run("tabom.py", "--model", base / "model", "--out", folder, "--resume", "--seed", seed, "--lr", rate,
                       "--window", 4, "--batch-size", 32, "--warmup", 20, "--max-steps", 200, "--log-every", 200,
-                      *CANVAS, *FLAGS[label].format(base=base).split())
+                      *FLAGS[label].format(base=base).split())
         if not trained:
             return []
         (folder / "done").touch()
-    last = max(folder.glob("epoch-*"), key=lambda path: int(path.name.removeprefix("epoch-")))
-    return [f"{name}={last}"]
+    return [f"{name}={folder}/last"]
 
 
 def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
@@ -105,7 +102,7 @@ def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
         base = out / f"base{seed}"
         adapters = sum([train(base, seed, name) for name in names], [])
         run("eval.py", "--model", base / "model", "--prompts", base / f"{prompts}.jsonl", "--batch-size", 64,
-            "--out", results, *CANVAS, *flags, "--adapter", *adapters)
+            "--out", results, *flags, "--adapter", *adapters)
         print(f"base {seed}, {folder}: {' '.join(names)}", flush=True)
 
 

@@ -1,8 +1,8 @@
 """
 The toy: two domains whose answers can be checked, and a small base model for them.
 
-$ python toy.py --out out/toy                           # prompts for the committed base model, study/base
-$ python toy.py --pretrain --seed 3 --out out/base3     # another base model from nothing: about 10 minutes on one core
+$ python study/toy.py --out out/toy                       # prompts for the committed base model, study/base
+$ python study/toy.py --pretrain --seed 3 --out out/base3 # a base model from nothing: about 10 minutes on one core
 
 math     38a+3swap====  ->  then a+3 gives 68; 86 comes from swap; ####86
          two registers a and b, a chain of maps modulo 10 (~x = 9 - x), each written in one of three forms
@@ -15,6 +15,7 @@ Every prompt belongs to one split by a hash of its text, so no two splits can sh
 """
 import json
 import math
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -24,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save as to_bytes
 
-from model import FAMILIES, Config, Model, hub_name
-from util import Bar, new_parser, stop, write_whole
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from model import FAMILIES, Config, Model, hub_name  # noqa: E402
+from util import Bar, Parser, stop, write_whole  # noqa: E402
 
 UNARY  = ["a+1", "a+3", "a*3", "a~", "b+1", "b+3", "b*3", "b~", "swap"]
 BINARY = ["a+b", "b+a", "a-b"]                          # the hard ones
@@ -272,11 +274,12 @@ def write_model(folder: Path, model):
     write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode())
     write_whole(folder / "config.json", json.dumps(CONFIG, indent=2).encode())
+    write_whole(folder / "generation_config.json", json.dumps({"max_new_tokens": LENGTH}).encode())
     write_whole(folder / "model.safetensors", to_bytes(weights, metadata={"format": "pt"}))
 
 
 def main():
-    parser = new_parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--out", default="out/toy", help="folder for the prompts, or for the model with --pretrain")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts, or of the base model")
     parser.add_argument("--train", type=int, default=1500, help="prompts to post-train on")

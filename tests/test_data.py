@@ -1,3 +1,14 @@
+"""Prompts and trajectory records in every form that is read, the refusals that name file and line, and the verifier."""
+import json
+import math
+
+import numpy as np
+import pytest
+
+import data
+import model as models
+import tabom
+from tests.tiny import HERE, both, good_record, ids_of, read_trajs, tokenizer, write_lines
 
 TURNS = [dict(role="system", content="s"), dict(role="user", content="u"), dict(role="assistant", content="a"),
          dict(role="user", content="v")]
@@ -52,14 +63,14 @@ def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_pa
     theirs = dict(question="1+2", gen_text="3", response_token_ids=[4, eos], decoding_order=[0, 1], method="entropy")
     a, b = read_trajs(folder, write_lines(tmp_path / "t.jsonl", [good_record(), theirs]))
     assert (a.id, a.prompt.tolist(), a.step.tolist()) == (0, [1, 2], [1, 0, 0, -1])
-    assert a.entropy.tolist() == [0.5, 0.2, 0.1, 0]
+    assert a.entropy.tolist() == pytest.approx([0.5, 0.2, 0.1, math.nan], nan_ok=True)       # not known is not zero
     assert a.response.tolist() == good_record()["response_token_ids"] and a.order.tolist() == [2, 1, 0]
     assert tokenizer(folder).decode(b.prompt) == "[user]1+2[assistant]"
-    assert (b.response.tolist(), b.order.tolist()) == ([4, eos], [0, 1])
+    assert (b.response.tolist(), b.order.tolist()) == ([4, eos], [0, 1]) and np.isnan(b.entropy).all()
     out = capsys.readouterr().out
     assert "2 records" in out and "was decoded by m" in out                  # a warning: another model is trained
     # sft takes reference answers: the answer, end of turn, EOS up to --length
-    truth = write_lines(tmp_path / "gt.jsonl", [dict(prompt="1+2", output="3"), dict(prompt="1+2", output="3" * 9)])
+    truth = write_lines(tmp_path / "gt.jsonl", [dict(prompt="1+2", output="3")])
     traj, = read_trajs(folder, truth, "--method sft --length 5")
     assert tokenizer(folder).decode(traj.response) == "3<|eot_id|>" + 3 * "<|endoftext|>"
     assert traj.step.tolist() == [0] * 5
@@ -69,27 +80,39 @@ def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_pa
 
 def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path, capsys, refused):
     folder, i = folders["llada"], ids_of("llada")
-    left_out = "1 without an end token, 1 judged wrong, 1 shorter than 2 tokens"
+    left_out = "1 without an end token, 2 judged wrong, 1 shorter than 2 tokens"
     unfinished = good_record(id=1, response_token_ids=[3, i.mask, i.eos, i.mask], decoding_order=[1, -1, 0, -1])
-    short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0.1])
-    rows = [unfinished, good_record(correct=False), short]
+    short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0.1], confidence=[1])
+    rows = [unfinished, good_record(correct=False), short, good_record(id=4, answer="7")]        # judged on reading
     path = write_lines(tmp_path / "t.jsonl", rows)
     with refused(path, left_out, "--all"):
         read_trajs(folder, path)
-    assert [traj.id for traj in read_trajs(folder, path, "--all")] == [1, 0]
-    write_lines(tmp_path / "t.jsonl", [*rows, good_record(id=3, correct=True)])
-    assert [traj.id for traj in read_trajs(folder, path)] == [3]
+    assert [traj.id for traj in read_trajs(folder, path, "--all")] == [1, 0, 4]
+    write_lines(tmp_path / "t.jsonl", [*rows, good_record(id=5, correct=True, answer="7")])      # a verdict stands
+    assert [(traj.id, traj.correct) for traj in read_trajs(folder, path)] == [(5, True)]
     assert f"{path}: 1 records, left out: {left_out}\n" in capsys.readouterr().out
 
 
 def test_records_of_others_are_read_kindly(folders, tmp_path):
     rows = [good_record(), good_record(method="margin"),                     # two decoders answered one prompt
             {k: v for k, v in good_record().items() if k not in ("id", "model", "decode", "entropy", "confidence")},
-            good_record(id=2, correct="yes", confidence="high", decode=[1], answer={"a": 1}, prompt=7, extra=None),
+            good_record(id=2, correct="yes", decode=[1], answer={"a": 1}, prompt=7, extra=None),
             good_record(id="x", model="Dream", response=["ab"])]
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(r).encode() for r in rows))
     trajs = read_trajs(folders["llada"], tmp_path / "t.jsonl")
     assert [t.id for t in trajs] == [0, 0, 2, 2, "x"] and all(t.step.tolist() == [1, 0, 0, -1] for t in trajs)
+
+
+def test_the_order_falls_back_to_positions_where_entropies_are_not_known(folders, tmp_path):
+    ids, steps = [4, 5, 6, 7, 8, ids_of("llada").eos], [1, 0, 1, 0, 1, 1]
+    record = good_record(response="", response_token_ids=ids, decoding_order=steps, model=None)
+    for entropy, want in ((..., [1, 3, 0, 2, 4, 5]), ([None] * 6, [1, 3, 0, 2, 4, 5]),
+                          ([0.3, 0.2, 0.1, 0.1, None, 0.0], [3, 1, 5, 2, 0, 4]),
+                          ([None, None, 0.1, 0.1, None, 0.0], [3, 1, 5, 2, 0, 4])):      # what is known goes first
+        row = {k: v for k, v in (record | dict(entropy=entropy)).items() if v is not ...}
+        traj, = read_trajs(folders["llada"], write_lines(tmp_path / "t.jsonl", [row | dict(confidence=None)]))
+        assert traj.order.tolist() == want
+        assert np.isnan(traj.entropy).sum() == (6 if entropy is ... else entropy.count(None))
 
 
 @pytest.mark.parametrize("fields, value, remedy", [
@@ -113,12 +136,12 @@ def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, reme
         read_trajs(folders["llada"], path, "--length 4")
 
 
-def test_decoder_keeps_records_by_their_method(folders, tmp_path, capsys):
+def test_decoded_by_keeps_records_by_their_method(folders, tmp_path, capsys):
     path = write_lines(tmp_path / "t.jsonl", [good_record(id=n, method=m) for n, m in
                                               ((0, "entropy"), (0, "default"), (1, "credit"), (2, None))])
-    trajs = read_trajs(folders["llada"], path, "--decoder entropy default")
+    trajs = read_trajs(folders["llada"], path, "--decoded-by entropy default")
     assert [traj.id for traj in trajs] == [0, 0]         # one prompt under two decoders
-    assert "left out: 2 of another --decoder" in capsys.readouterr().out
+    assert "left out: 2 not --decoded-by these" in capsys.readouterr().out
 
 
 def states_row(folder, text="a=7", **fields) -> dict:
@@ -179,11 +202,16 @@ def test_inconsistent_states_are_refused_with_their_row(place, token, words, fol
         read_trajs(folders["llada"], path)
 
 
-def test_a_torn_line_in_the_middle_is_named(folders, tmp_path, refused):
-    whole, path = json.dumps(good_record()), tmp_path / "t.jsonl"
-    path.write_text(f"{whole}\n{whole[:90]}\n{whole}\n")
-    with refused(f"{path}:2: is not JSON", "delete the line"):
-        read_trajs(folders["llada"], path)
+@pytest.mark.parametrize("content, words", [
+    (json.dumps(good_record()).encode() + b'\n{"id": 3, "prompt_tok\n', [":2: is not JSON", "delete the line"]),
+    (b"\x1f\x8b\x08\x00\xff\xfe{", [": is not text", ".jsonl or .parquet"]),
+    (None, [": no such file", "gsm8k"])], ids=["torn", "binary", "missing"])
+def test_data_that_cannot_be_read_is_one_line(content, words, command, folders, tmp_path, refused):
+    path = tmp_path / "t.jsonl"
+    if content:
+        path.write_bytes(content)
+    with refused(f"{path}{words[0]}", *words[1:]):
+        command(tabom, f"--data {path} --model {folders['llada']} --out {tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize("text, answer, verdict", [
@@ -214,7 +242,7 @@ def test_what_a_model_wrote_is_never_executed(tmp_path, monkeypatch):
 
 
 def test_no_source_file_of_ours_reads_pickles_or_runs_text():
-    for file in set(HERE.glob("*.py")) - set(HERE.glob("test_*.py")):
+    for file in {*HERE.glob("*.py"), *HERE.glob("study/*.py")} - set(HERE.glob("test_*.py")):
         for word in ("import pickle", "torch.load(", "torch.save(", "trust_remote_code=True", "exec(", " eval(",
                      "os.system", "shell=True"):
             assert word not in file.read_text(), f"{file.name} has {word}"

@@ -1,64 +1,35 @@
+"""Checkpoints, tokenizers and adapters: what loads, what is refused, and that nothing in a folder is ever run."""
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
-class PlainLLaDA(torch.nn.Module):
-    """LLaDA under the hub's module names, written out: one row, one head at a time, RoPE with complex numbers."""
-    def __init__(self):
-        super().__init__()
-        for name, shape in hub_shapes("llada").items():
-            module, (*path, last, _) = self, name.split(".")
-            for part in path:
-                if not hasattr(module, part):
-                    module.add_module(part, torch.nn.Module())
-                module = getattr(module, part)
-            norm, linear = torch.nn.RMSNorm(shape, eps=1e-5), torch.nn.Linear(shape[-1], shape[0], bias=False)
-            module.add_module(last, norm if len(shape) == 1 else linear)
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-    def forward(self, row):
-        net, D = self.model.transformer, WIDTH // HEADS
-        x = net.wte.weight[row]
-        angle = torch.outer(torch.arange(len(row)), 500000.0 ** (-torch.arange(0, D, 2) / D)).to(x.dtype)
-        turn = torch.complex(angle.cos(), angle.sin())
-
-        def rope(x):
-            y = torch.complex(x[:, :D // 2], x[:, D // 2:]) * turn
-            return torch.cat([y.real, y.imag], 1)
-
-        for block in net.blocks.children():
-            h, heads = block.attn_norm(x), []
-            for j in range(HEADS):
-                q, k, v = (m(h)[:, j * D:(j + 1) * D] for m in (block.q_proj, block.k_proj, block.v_proj))
-                weight = torch.exp(rope(q) @ rope(k).T / math.sqrt(D))
-                heads.append(weight / weight.sum(1, keepdim=True) @ v)
-            x = x + block.attn_out(torch.cat(heads, 1))
-            h = block.ff_norm(x)
-            x = x + block.ff_out(torch.nn.functional.silu(block.ff_proj(h)) * block.up_proj(h))
-        return net.ff_out(net.ln_f(x))
-
-
-def reference(family, folder):
-    """The same checkpoint in code that is not ours, where every token sees every other."""
-    import transformers
-    weights = load_file(Path(folder) / "model.safetensors")
-    if family == "llada":
-        net = PlainLLaDA()
-    else:
-        kind = "Qwen3" if family == "a2d-qwen3" else "Qwen2"
-        c = {k: v for k, v in config_of(family).items() if k not in ("model_type", "mask_token_id", "auto_map")}
-        config = getattr(transformers, kind + "Config")(**c, attn_implementation="eager")
-        net = getattr(transformers, kind + "ForCausalLM")(config)
-        if family in SMALL:
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    net.load_state_dict(weights, strict=True)
-    net.shift = family == "Dream"
-    return net.eval().requires_grad_(False)
-
-
-def reference_logits(net, row):
-    """(T, V) of one row, at the token that they predict."""
-    if isinstance(net, PlainLLaDA):
-        return net(row)
-    mask = torch.zeros(1, 1, len(row), len(row), dtype=net.dtype)            # 4-D: nothing is causal
-    raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
-    return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
+import data
+import lora
+import model as models
+from tests.tiny import (
+    HERE,
+    KV,
+    QV,
+    SMALL,
+    SPECIALS,
+    adapted,
+    both,
+    config_of,
+    edit_json,
+    full,
+    ids_of,
+    load,
+    ragged,
+    settings,
+    tiny,
+    tokenizer,
+)
 
 
 def test_every_family_is_tested():
@@ -107,8 +78,7 @@ def test_small_models_know_their_mask_both_ends_a_block_of_32_and_do_not_think_a
     item = dict(prompt="3+4", messages=[dict(role="user", content="3+4")])
     assert tok.decode(data.prompt_ids(tok, item)) == "[user]3+4[assistant]"
     for flags, block in (("--length 64", 32), ("--length 16", 16), ("--length 64 --block 64", 64)):
-        args = decode.parse_args(["--model", "-", "--prompts", "-", *flags.split()])
-        assert decode.make_settings(args, config, tok.end_ids).block == block
+        assert settings(folders[family], flags).block == block
 
 
 def test_a_hub_model_comes_without_code_and_a_wrong_name_is_one_line(folders, refused, monkeypatch):
@@ -194,8 +164,7 @@ def test_compiled_blocks_compute_the_same(folders):
 
 def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_a_copy(tmp_path):
     folder = Path(tiny("Dream", tmp_path / "m"))
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", tie_word_embeddings=True)
     with_copy = load(folder)
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
@@ -205,18 +174,27 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_a_copy(tmp_p
         assert torch.equal(net.embed.weight, weights["model.embed_tokens.weight"])
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", [dict(use_dora=True), dict(use_rslora=True), dict(rank_pattern={"q_proj": 2}),
                                     dict(modules_to_save=["lm_head"])], ids=lambda option: next(iter(option)))
 def test_an_adapter_of_another_formula_is_refused(option, folders, tmp_path, refused):
-    peft_adapter(reference("Dream", folders["Dream"]), tmp_path / "a", target_modules=QV, **option)
+    from peft import LoraConfig
+    lora.save(adapted(folders["llada"]), tmp_path / "a")
+    LoraConfig(r=4, lora_alpha=6, target_modules=QV, **option).save_pretrained(tmp_path / "a")
     with refused(tmp_path / "a" / "adapter_config.json", *option):
-        lora.load(load(folders["Dream"]), tmp_path / "a")
+        lora.load(load(folders["llada"]), tmp_path / "a")
+
+
+def test_a_model_without_an_adapter_has_nothing_to_save_or_disable(nets, tmp_path):
+    with pytest.raises(ValueError, match="no adapter"):
+        lora.save(nets["llada"], tmp_path / "a")
+    with pytest.raises(ValueError, match="no adapter"), lora.disabled(nets["llada"]):
+        pass
+    assert not list(tmp_path.rglob("*.*"))
 
 
 @both
 def test_a_second_adapter_replaces_the_first(family, folders, tmp_path, refused):
-    nets = {"a": adapted(folders[family], TARGETS[family]), "b": adapted(folders[family], ["k_proj"], 2, 3.0, seed=1)}
+    nets = {"a": adapted(folders[family], [*QV, "up_proj"]), "b": adapted(folders[family], ["k_proj"], 2, 3.0, seed=1)}
     net, (ids, attend, _) = load(folders[family]), ragged(family)
     for name in ("a", "b", "a"):
         lora.save(nets[name], tmp_path / name)

@@ -32,33 +32,20 @@ import tabom
 HERE = Path(__file__).parent.parent
 torch.set_num_threads(1)                # many small matrix products: a second thread does not help
 
-both = pytest.mark.parametrize("family", ["llada", "Dream"])
-
+# -----------------------------------------------------------------------------
+# tiny checkpoints
 
 SMALL = ["a2d-qwen2", "a2d-qwen3"]
-
-
+both = pytest.mark.parametrize("family", ["llada", "Dream"])
 every = pytest.mark.parametrize("family", ["llada", "Dream", *SMALL])
 
-
 WIDTH, LAYERS, HEADS, MLP = 32, 2, 4, 48
-
-
-KV = {"llada": 4, "Dream": 2, "a2d-qwen2": 2, "a2d-qwen3": 2}               # all but LLaDA group their queries
-
-
+KV = {"llada": 4, "Dream": 2, "a2d-qwen2": 2, "a2d-qwen3": 2}              # all but LLaDA group their queries
 HEAD = {"llada": 8, "Dream": 8, "a2d-qwen2": 8, "a2d-qwen3": 12}           # 4 x 12 is not the width
 
-
 CHARS = sorted(set(string.digits + string.ascii_lowercase + "[]+-*/=.# "))
-
-
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
-
-
 QWENS = ["<|mask|>", "<|endoftext|>", "<|im_end|>"]
-
-
 SPECIALS = {"llada": ["<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>"], "Dream": QWENS, **dict.fromkeys(SMALL, QWENS)}
 
 
@@ -184,6 +171,72 @@ def nets(folders) -> dict[str, models.Model]:
     """Shared and read-only: a test that changes a model loads its own."""
     return {family: load(folder) for family, folder in folders.items()}
 
+# -----------------------------------------------------------------------------
+# the same checkpoints in code that is not ours
+
+class PlainLLaDA(torch.nn.Module):
+    """LLaDA under the hub's module names, written out: one row, one head at a time, RoPE with complex numbers."""
+    def __init__(self):
+        super().__init__()
+        for name, shape in hub_shapes("llada").items():
+            module, (*path, last, _) = self, name.split(".")
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            norm, linear = torch.nn.RMSNorm(shape, eps=1e-5), torch.nn.Linear(shape[-1], shape[0], bias=False)
+            module.add_module(last, norm if len(shape) == 1 else linear)
+
+    def forward(self, row):
+        net, D = self.model.transformer, WIDTH // HEADS
+        x = net.wte.weight[row]
+        angle = torch.outer(torch.arange(len(row)), 500000.0 ** (-torch.arange(0, D, 2) / D)).to(x.dtype)
+        turn = torch.complex(angle.cos(), angle.sin())
+
+        def rope(x):
+            y = torch.complex(x[:, :D // 2], x[:, D // 2:]) * turn
+            return torch.cat([y.real, y.imag], 1)
+
+        for block in net.blocks.children():
+            h, heads = block.attn_norm(x), []
+            for j in range(HEADS):
+                q, k, v = (m(h)[:, j * D:(j + 1) * D] for m in (block.q_proj, block.k_proj, block.v_proj))
+                weight = torch.exp(rope(q) @ rope(k).T / math.sqrt(D))
+                heads.append(weight / weight.sum(1, keepdim=True) @ v)
+            x = x + block.attn_out(torch.cat(heads, 1))
+            h = block.ff_norm(x)
+            x = x + block.ff_out(torch.nn.functional.silu(block.ff_proj(h)) * block.up_proj(h))
+        return net.ff_out(net.ln_f(x))
+
+
+def reference(family, folder):
+    """The same checkpoint in code that is not ours, where every token sees every other."""
+    import transformers
+    weights = load_file(Path(folder) / "model.safetensors")
+    if family == "llada":
+        net = PlainLLaDA()
+    else:
+        kind = "Qwen3" if family == "a2d-qwen3" else "Qwen2"
+        c = {k: v for k, v in config_of(family).items() if k not in ("model_type", "mask_token_id", "auto_map")}
+        config = getattr(transformers, kind + "Config")(**c, attn_implementation="eager")
+        net = getattr(transformers, kind + "ForCausalLM")(config)
+        if family in SMALL:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    net.load_state_dict(weights, strict=True)
+    net.shift = family == "Dream"
+    return net.eval().requires_grad_(False)
+
+
+def reference_logits(net, row):
+    """(T, V) of one row, at the token that they predict."""
+    if isinstance(net, PlainLLaDA):
+        return net(row)
+    mask = torch.zeros(1, 1, len(row), len(row), dtype=net.dtype)            # 4-D: nothing is causal
+    raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
+    return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
+
+# -----------------------------------------------------------------------------
+# files, commands and processes
 
 @pytest.fixture
 def refused(capsys):
@@ -198,14 +251,6 @@ def refused(capsys):
         for w in words:
             assert str(w) in lines[0], (w, lines[0])
     return check
-
-
-def ragged(family: str, lengths=(7, 3, 12), seed: int = 1):
-    """Left-padded random rows: ids, attend (B, T), and the rows alone."""
-    rng, T = np.random.default_rng(seed), max(lengths)
-    alone = [rng.integers(0, ids_of(family).vocab, n).tolist() for n in lengths]
-    ids = torch.tensor([[5] * (T - len(x)) + x for x in alone])
-    return ids, torch.tensor([[False] * (T - len(x)) + [True] * len(x) for x in alone]), alone
 
 
 def write_lines(path: Path, rows) -> str:
@@ -238,11 +283,7 @@ def command(monkeypatch):
 
 
 CHILD = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}       # the environment of a child process
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
 Fork = multiprocessing.get_context("fork").Process       # a child that has all imports already
 
 
@@ -261,6 +302,16 @@ def run_ranks(count: int, job):
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0] * count
+
+# -----------------------------------------------------------------------------
+# what a model computes, plainly
+
+def ragged(family: str, lengths=(7, 3, 12), seed: int = 1):
+    """Left-padded random rows: ids, attend (B, T), and the rows alone."""
+    rng, T = np.random.default_rng(seed), max(lengths)
+    alone = [rng.integers(0, ids_of(family).vocab, n).tolist() for n in lengths]
+    ids = torch.tensor([[5] * (T - len(x)) + x for x in alone])
+    return ids, torch.tensor([[False] * (T - len(x)) + [True] * len(x) for x in alone]), alone
 
 
 QV = ["q_proj", "v_proj"]
@@ -299,26 +350,8 @@ def plain_stats(z, x) -> tuple[float, float]:
     total = sum(math.exp(v - top) for v in z)
     return -(z[x] - top - math.log(total)), plain_entropy([math.exp(v - top) / total for v in z])
 
-
-def training_args(flags="") -> Namespace:
-    return tabom.parse_args(["--data", "-", *flags.split()])
-
-
-def read_trajs(folder, source, flags="") -> list[data.Trajectory]:
-    """The trajectories as tabom.py reads them with these flags."""
-    args = training_args(flags)
-    return data.load_trajectories(str(source), models.read_config(folder), tokenizer(folder), args.all, args.decoded_by,
-                                  args.limit, args.length or 256, args.tail, ordered=args.method != "sft")
-
-
-def good_record(**fields) -> dict:
-    """As decode.py writes it: "ab", EOS, and a mask that was never decoded."""
-    i, a = ids_of("llada"), CHARS.index("a")
-    return dict(id=0, prompt="p", response="ab", response_token_ids=[a, a + 1, i.eos, i.mask],
-                decoding_order=[1, 0, 0, -1], method="entropy", prompt_token_ids=[1, 2], entropy=[0.5, 0.2, 0.1, None],
-                confidence=[0.9, 0.8, 1.0, None], answer=None, correct=None, decode=dict(length=4),
-                model=dict(name="m", mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])) | fields
-
+# -----------------------------------------------------------------------------
+# decoding
 
 def settings(folder: str, flags: str = "", **more) -> Namespace:
     args = decode.flags().parse_args(["--model", folder, "--prompts", "none", *flags.split()])
@@ -349,10 +382,30 @@ def cli(command, folders, tmp_path):
         return {row["id"]: row for row in read_lines(tmp_path / out)}
     return call
 
+# -----------------------------------------------------------------------------
+# trajectories, and views of them
+
+def training_args(flags="") -> Namespace:
+    return tabom.parse_args(["--data", "-", *flags.split()])
+
+
+def read_trajs(folder, source, flags="") -> list[data.Trajectory]:
+    """The trajectories as tabom.py reads them with these flags."""
+    args = training_args(flags)
+    return data.load_trajectories(str(source), models.read_config(folder), tokenizer(folder), args.all, args.decoded_by,
+                                  args.limit, args.length or 256, args.tail, ordered=args.method != "sft")
+
+
+def good_record(**fields) -> dict:
+    """As decode.py writes it: "ab", EOS, and a mask that was never decoded."""
+    i, a = ids_of("llada"), CHARS.index("a")
+    return dict(id=0, prompt="p", response="ab", response_token_ids=[a, a + 1, i.eos, i.mask],
+                decoding_order=[1, 0, 0, -1], method="entropy", prompt_token_ids=[1, 2], entropy=[0.5, 0.2, 0.1, None],
+                confidence=[0.9, 0.8, 1.0, None], answer=None, correct=None, decode=dict(length=4),
+                model=dict(name="m", mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])) | fields
+
 
 SHAPES = [(12, 1, 11, 6), (9, 2, 5, 3), (14, 3, 9, 8), (3, 1, 2, 4), (10, 1, 4, 5, 3), (8, 8, 6, 2)]  # of trajectory()
-
-
 METHODS = ["--window 4", "--window 0 --gamma 0.5", "--lam 0 --window 5", "--window 4 --rank-context exact --lam 2",
            "--method sft", "--method dinfer", "--method t3d"]
 
@@ -405,6 +458,8 @@ def state_logits(net, traj, seen) -> list[list[float]]:
     canvas = [t if s else net.config.mask_id for t, s in zip(traj.response.tolist(), seen, strict=True)]
     return plain_logits(net, traj.prompt.tolist(), canvas).tolist()
 
+# -----------------------------------------------------------------------------
+# training runs
 
 QUICK = "--window 4 --lora-r 4 --lr 1e-3 --warmup 5 --seed 3"
 
@@ -439,3 +494,22 @@ def tensors_of(out) -> dict[str, torch.Tensor]:
     """The adapters of all epochs, and the weights and moments of the resume file."""
     files = sorted(out.rglob("*.safetensors"))
     return {f"{file.relative_to(out)}: {name}": x for file in files for name, x in load_file(file).items()}
+
+
+def same_run(a, b) -> bool:
+    """To the last bit."""
+    x, y = tensors_of(a), tensors_of(b)
+    without_time = lambda row: {k: v for k, v in row.items() if k not in ("ms", "tokens_per_s", "memory_gb")}
+    logs = [[without_time(row) for row in log_of(out)[1]] for out in (a, b)]
+    return logs[0] == logs[1] and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def assert_close_runs(a, b):
+    """The same samples and windows; all else may differ by the order of additions."""
+    x, y = tensors_of(a), tensors_of(b)
+    assert x.keys() == y.keys() and max((x[k] - y[k]).abs().max() for k in x) < 1e-5
+    for r, s in zip(log_of(a)[1], log_of(b)[1], strict=True):
+        assert all(r[k] == s[k] for k in ("step", "epoch", "lr", "samples"))
+        assert r.keys() == s.keys()
+        for key in s.keys() & {"loss", "ce", "rank_loss", "in_order", "gnorm"}:
+            assert r[key] == pytest.approx(s[key], rel=2e-4, abs=1e-5), key
