@@ -294,12 +294,12 @@ def from_states(place: str, row: dict, mask_id: int) -> dict:
 
 
 def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
-    """A reference answer as the canvas would look: the answer, end of turn, EOS up to the length."""
+    """A reference answer as the canvas would look: the answer, end of turn, EOS up to the length, and cut there."""
     response = read_item(place, row)["response"]
     if not response:
         stop(f"{place}: has no response; correct or delete the line")
     ids = tok(response, add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
-    return np.array(ids + tok.end_ids[:1] * (length - len(ids)))
+    return np.array(ids + tok.end_ids[:1] * (length - len(ids)))[:length]
 
 
 def model_info(row: dict) -> dict:
@@ -379,7 +379,8 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
         traj = read_trajectory(place, row, number, config, tok, length)
         if tail == "drop":                               # paper silent on the tail; README "Departures"
             traj.last = first_end(traj, tok.end_ids)
-        reason = None if everything else why_not(traj, tok)
+        reference = not row.get("response_token_ids") and not row.get("trajectory")
+        reason = None if everything or reference else why_not(traj, tok)
         if reason is None and len(traj.order) < 2:
             reason = "shorter than 2 tokens"
         if reason:

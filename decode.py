@@ -28,6 +28,7 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import lora
 from data import Trajectory, first_end, judge, parse_line, prompt_ids, read_item, read_prompts, text_of
@@ -60,8 +61,12 @@ def decoding_flags():
     flag("--temperature", type=amount, help="0 = greedy (default: the model's own)")
     flag("--top-p", type=amount, help="nucleus, after the temperature (default: the model's own)")
     flag("--top-k", type=count, default=0, help="0 = off")
+    flag("--greedy", action="store_true", help="the most probable token; temperature and top-p shape only the score")
+    flag("--ties", choices=["entropy", "position"], default="entropy", help="equal scores go to the lower entropy "
+         "(the paper), or, scored in the type of the logits, to the leftmost (the models' own code on a GPU)")
     flag("--suppress-eos", choices=["logits", "confidence"],
          help="LLaDA's rules for code: never choose EOS, or choose positions that end the text last")
+    flag("--whole", action="store_true", help="decode the whole canvas, also what follows the first EOS")
     flag("--raw-prompt", action="store_true", help="feed the bare text, without the chat template")
     flag("--seed", type=int, default=0, help="of all draws, together with the prompt's id")
     return parser
@@ -167,9 +172,10 @@ def filter_logits(logits, s):
             p = logits.softmax(-1).gather(-1, index)
             if k == V or bool((p.sum(-1) > s.top_p).all()):
                 break
-        # the token that crosses top_p is kept, and so is every token as probable as it
-        smallest = top.masked_fill(p.cumsum(-1) - p > s.top_p, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        # the token that crosses top_p is kept
+        before = F.pad(p.cumsum(-1)[:, :-1], (1, 0))
+        kept = top.masked_fill(before > s.top_p, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, index, kept)
     # the k-th largest and all that equal it
     if s.top_k:
         logits = logits.masked_fill(logits < logits.topk(min(s.top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
@@ -180,7 +186,7 @@ def draw_tokens(logits, s, rng):
     """(n, V) -> tokens (n,) and their probability at temperature 1 (n,). The mask token is never drawn."""
     banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     allowed = filter_logits(without(logits, banned), s)
-    if s.temperature > 0:
+    if s.temperature > 0 and not s.greedy:
         # Gumbel-max, in float64 as LLaDA does (Apple's GPUs have fp32 only): argmax of logits - log(-log u)
         dtype = torch.float32 if logits.device.type == "mps" else torch.float64
         noise = torch.rand(logits.shape, dtype=dtype, generator=rng, device=logits.device)
@@ -197,31 +203,36 @@ def score_positions(logits, token, s, rng):
         logits = without(logits, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
     # Dream scores the distribution that it samples from, LLaDA the model's own
     z = filter_logits(logits, s) if s.score_filtered else logits
+    p = z.softmax(-1)
     if s.score == "entropy":
-        return entropy(z.log_softmax(-1))
+        # Dream's formula; in log-space, entropies that it rounds to 0 would differ
+        return -(p * torch.log(p + 1e-10)).sum(-1) if s.ties == "position" else entropy(z.log_softmax(-1))
     if s.score == "confidence":
-        return -z.softmax(-1).gather(-1, token[:, None])[:, 0]
+        return -p.gather(-1, token[:, None])[:, 0]
     if s.score == "margin":
-        top2 = z.softmax(-1).topk(2).values
+        top2 = p.topk(2).values
         return top2[:, 1] - top2[:, 0]
     return torch.rand(len(z), generator=rng, device=z.device)
 
 
-def choose(z, count, s, rng, token_z=None):
+def choose(raw, count, s, rng, token_z=None):
     """
-    One step of one row. z (n, V): logits at its masked positions; count: how many to unmask, None = by --threshold;
+    One step of one row. raw (n, V): logits at its masked positions; count: how many to unmask, None = by --threshold;
     token_z (n, V): logits of the model that names the tokens, if it is another one.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
+    z = raw.float()
     h = entropy(z.log_softmax(-1))                                                           # (n,)
     # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow
     token = sure = None
     if s.score == "confidence" or s.threshold is not None:
         token, sure = draw_tokens(z, s, rng)                                                 # (n,), (n,)
-    # the best first; ties by the raw entropy, then by position
-    score = score_positions(z, token, s, rng)                                                # (n,)
-    order = h.argsort(stable=True)
-    order = order[score[order].argsort(stable=True)]
+    # the best first; ties by the entropy at temperature 1, then by position
+    if s.ties == "position":
+        order = score_positions(raw, token, s, rng).argsort(stable=True)                     # (n,)
+    else:
+        order = h.argsort(stable=True)
+        order = order[score_positions(z, token, s, rng)[order].argsort(stable=True)]
     # as many as the schedule says, or all that are certain enough, at least one
     where = order[:count]
     if s.threshold is not None:
@@ -248,7 +259,7 @@ def new_trajectory(id, prompt, s) -> Trajectory:
 
 def is_done(traj, s) -> bool:
     """All is decoded, or all before the first EOS: what comes after it cannot change the text."""
-    return bool((traj.step >= 0).all()) or first_end(traj, s.end_ids) is not None
+    return bool((traj.step >= 0).all()) or (not s.whole and first_end(traj, s.end_ids) is not None)
 
 
 def next_step(traj, counts: list[int]):
@@ -304,7 +315,7 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             step, count = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
             token_z = token_logits[b, :n].float() if token_model else None
-            chosen.append((step, choose(logits[b, :n].float(), count, s, rng, token_z)))
+            chosen.append((step, choose(logits[b, :n], count, s, rng, token_z)))
         del logits, token_logits, token_z                                                    # before the next forward
 
         # unmask; finished rows leave

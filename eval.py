@@ -30,14 +30,14 @@ from model import entropy, load_model, load_tokenizer, read_config
 from tabom import View, collate, tabom_view
 from util import Parser, about_run, count, find_change, init_process_group, read_json, setup_device, stop, write_whole
 
-# how each benchmark is decoded: the paper's table, IFEval and --suppress-eos (LLaDA's rules for code) as released.
-# Tokens are as many as steps; without a block there is one
+# how each benchmark is decoded: the paper's table; IFEval and --suppress-eos (LLaDA's two rules, which its authors use
+# for code) as released. Tokens are as many as steps; without a block there is one
 BENCHMARKS = {
     "Dream": {"gsm8k": dict(length=256), "math500": dict(length=512), "mbpp": dict(length=1024),
               "humaneval": dict(length=768), "ifeval": dict(length=512)},
     "llada": {"gsm8k": dict(length=512, block=8), "math500": dict(length=512, block=64),
               "mbpp": dict(length=256, suppress_eos="confidence"),
-              "humaneval": dict(length=512, suppress_eos="logits"), "ifeval": dict(length=512)},
+              "humaneval": dict(length=512, suppress_eos="logits"), "ifeval": dict(length=512, score="entropy")},
 }
 
 
@@ -52,7 +52,7 @@ def flags():
     flag("--prompts", nargs="*", default=[], help="prompts with answers; a file's stem names the domain")
     flag("--limit", type=count, default=0, help="only the first prompts of each file")
     flag("--parallel", type=int, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
-    flag("--tds", type=count, default=0, help="trajectories for TDS, of the first file of --prompts")
+    flag("--tds", type=count, default=0, help="trajectories for TDS, of each file of --prompts or task of --tasks")
     flag("--order", help="held-out trajectories for the share of pairs in order")
     flag("--window", type=count, default=32, help="W of --order")
     flag("--ce", nargs=2, metavar=("GT", "SD"), help="cross-entropy of the base against mask ratio")
@@ -77,11 +77,13 @@ def parse_args(argv=None):
         stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     if not (args.tasks or args.prompts or args.order or args.ce):
         stop("nothing to measure: give --prompts, --order, --ce or --tasks")
+    if args.window == 1:
+        stop("--window 1: one token makes no pair; use --window 2 or more")
     domains = [Path(path).stem for path in args.prompts]
     if len(set(domains)) < len(domains):
         stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
-    if args.tds and not args.prompts:
-        stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts")
+    if args.tds and not args.prompts and not args.tasks:
+        stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts or --tasks")
     return args
 
 # -----------------------------------------------------------------------------
@@ -135,13 +137,13 @@ def token_stats(model, views, mask_id, batch_size):
             yield ce.cpu().numpy(), entropy(logp).cpu().numpy()
 
 
-def states(traj, end_ids):
+def states(traj, eos_id):
     """
     (step, View) for each step of a decoding: what the decoder saw. The targets are the positions still masked, left of
-    the leftmost end token that was decoded by then (before there is one: all).
+    the leftmost EOS that was decoded by then (before there is one: all). An end of turn is no EOS here, as released.
     """
     N = len(traj.step)
-    is_end = np.isin(traj.response, end_ids)
+    is_end = traj.response == eos_id
     for step in np.unique(traj.step[traj.step >= 0]):
         visible = (traj.step >= 0) & (traj.step < step)
         ends = np.flatnonzero(visible & is_end)
@@ -149,19 +151,22 @@ def states(traj, end_ids):
         yield int(step), View(traj, visible, np.flatnonzero(~visible & (np.arange(N) < limit)))
 
 
-def tds_curve(model, trajs, config, end_ids, batch_size) -> list:
-    """TDS(t), Eq. 11: the variance of the entropies of masked positions at step t, mean over trajectories."""
+def tds(model, trajs, config, eos_id, batch_size) -> dict:
+    """
+    TDS(t), Eq. 11: the variance of the entropies of masked positions at step t, mean over trajectories. The paper does
+    not say how this curve becomes the one number of its table; ours is the mean over steps.
+    """
     views, steps = [], []
     for traj in trajs:
-        for step, view in states(traj, end_ids):
+        for step, view in states(traj, eos_id):
             if len(view.targets) >= 2:
                 views.append(view)
                 steps.append(step)
     by_step = {}
     for step, (_, h) in zip(steps, token_stats(model, views, config.mask_id, batch_size), strict=True):
         by_step.setdefault(step, []).append(h.var())
-    last = max(by_step, default=-1)
-    return [float(np.mean(by_step[step])) if step in by_step else None for step in range(last + 1)]
+    curve = [float(np.mean(by_step[step])) if step in by_step else None for step in range(max(by_step) + 1)]
+    return {"mean": float(np.mean([value for value in curve if value is not None])), "curve": curve}
 
 
 def order_agreement(model, trajs, config, window, batch_size, cuts=4) -> float:
@@ -234,7 +239,7 @@ class Harness:
     """Our decoder as a model of the harness. new_harness makes it a subclass of lm_eval's LM, an optional package."""
     def __init__(self, args):
         super().__init__()
-        self.args, self.adapter, self.texts, self.net = args, None, [], None
+        self.args, self.adapter, self.texts, self.tds, self.net = args, None, [], {}, None
         self.config = read_config(args.model)
         self.tok = load_tokenizer(self.config)
 
@@ -282,6 +287,8 @@ class Harness:
             args = self.task_args(task, requests[items[0]["number"]].args[1].get("max_gen_toks", 256))
             s = make_settings(args, self.config, self.tok.end_ids)
             trajs = decode_all(self.net, self.tok, self.config, items, s, args.batch_size, task)
+            if args.tds:
+                self.tds[task] = tds(self.net, trajs[:args.tds], self.config, self.tok.end_ids[0], args.batch_size)
             for item, traj in zip(items, trajs, strict=True):
                 request = requests[item["number"]]
                 text = cut_at(text_of(traj, self.tok), request.args[1].get("until"))
@@ -305,7 +312,7 @@ def run_benchmarks(lm, args, name, adapter) -> dict | None:
     from lm_eval.tasks import TaskManager
     # the harness's own tasks are many and slow to index
     manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
-    lm.adapter, lm.texts = adapter, []
+    lm.adapter, lm.texts, lm.tds = adapter, [], {}
     try:
         found = simple_evaluate(lm, tasks=args.tasks.split(","), num_fewshot=args.num_fewshot, limit=args.limit or None,
                                 log_samples=False, bootstrap_iters=0, task_manager=manager,
@@ -318,7 +325,7 @@ def run_benchmarks(lm, args, name, adapter) -> dict | None:
     scores = {}
     for task, values in found["results"].items():
         scores[task] = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
-    return {"tasks": scores}
+    return {"tasks": scores, "tds": lm.tds}
 
 # -----------------------------------------------------------------------------
 # results
@@ -366,9 +373,12 @@ def show(name, result: dict):
     for key, value in result.get("accuracy", {}).items():
         print(f"{name} {key}: {100 * value['share']:.1f} % of {value['n']}, {value['tokens_per_forward']:.2f} tokens "
               f"per forward", flush=True)
-    rest = {key: result[key] for key in ("tds", "in_order", "tasks") if key in result}
-    if rest:
-        print(name, json.dumps(rest), flush=True)
+    for key, value in result.get("tds", {}).items():
+        print(f"{name} {key}: TDS {value['mean']:.3f}, mean over steps", flush=True)
+    for task, scores in result.get("tasks", {}).items():
+        print(f"{name} {task}: {json.dumps(scores)}", flush=True)
+    if "in_order" in result:
+        print(f"{name}: {result['in_order']:.3f} of the pairs in order", flush=True)
 
 
 def speeds(args) -> dict:
@@ -384,7 +394,7 @@ def speeds(args) -> dict:
 
 def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
     """All that was asked for, of one adapter or the base. Every rank comes here: decode_all needs them all."""
-    result = {"accuracy": {}, "swap": {}}
+    result = {"accuracy": {}, "swap": {}, "tds": {}}
     dtype = next(model.parameters()).dtype
     for domain, items in prompts.items():
         for label, k in speeds(args).items():
@@ -399,10 +409,8 @@ def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
                 head = record_head(config, s, tok, dtype, args.adapter)
                 records = [make_record(traj, item, tok, head) for traj, item in zip(trajs, items, strict=True)]
                 write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
-            # TDS is of the first file, decoded at the first speed
-            if args.tds and "tds" not in result:
-                result["tds_curve"] = tds_curve(model, trajs[:args.tds], config, tok.end_ids, args.batch_size)
-                result["tds"] = float(np.mean([value for value in result["tds_curve"] if value is not None]))
+            if args.tds and domain not in result["tds"]:                                 # at the first speed
+                result["tds"][domain] = tds(model, trajs[:args.tds], config, tok.end_ids[0], args.batch_size)
     if held_out:
         result["in_order"] = order_agreement(model, held_out, config, args.window, args.batch_size)
     if pair and name == "base":
@@ -471,4 +479,5 @@ def main():
 if __name__ == "__main__":
     main()
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()                     # its threads may abort an interpreter that just ends

@@ -19,7 +19,7 @@ Where we differ from the paper, always as the authors' own code does:
    was decoded, which takes W forwards: --rank-context exact.
 2) lambda and gamma are tuned per task in the paper; here they are 1 and 0.2 unless you say otherwise.
 3) Tokens after the first EOS are trained on; --tail drop leaves them out.
-README "Departures" lists the others.
+study/departures.md lists all.
 
 B: batch, T: prompt + response, N: response, W: window, V: vocabulary
 """
@@ -199,16 +199,16 @@ def epoch_batches(lengths, batch_size, seed, epoch):
 # -----------------------------------------------------------------------------
 # the objective
 
-def tabom_loss(logp, batch, lam, gamma, h=None):
+def tabom_loss(logp, batch, args, h=None):
     """
     Eq. 9, one value per sample, and its parts. logp (B, W, V): log-probabilities at the targets.
-    h (B, W): entropies taken elsewhere (--rank-context exact).
+    args: lam and gamma. h (B, W): entropies taken elsewhere (--rank-context exact).
     """
     valid = batch.valid                                                     # (B, W)
     # first term: cross-entropy, mean over the window
     ce = -logp.gather(-1, batch.x0[..., None])[..., 0]                      # (B, W)
     ce = (ce * valid).sum(1) / valid.sum(1)                                 # (B,)
-    if lam == 0:                                                            # sft, dinfer, the ablation without ranking
+    if args.lam == 0:                                                        # sft, dinfer, the ablation without ranking
         return ce, {"ce": ce}
     # second term: r decoded before s should have the lower entropy, by gamma; mean over the pairs (Eq. 8)
     if h is None:
@@ -216,9 +216,9 @@ def tabom_loss(logp, batch, lam, gamma, h=None):
     gap = h[:, :, None] - h[:, None, :]                                     # (B, W, W)  gap[b, r, s] = h(r) - h(s)
     pair = (valid[:, :, None] & valid[:, None, :]).triu(1)                  # (B, W, W)  r before s, both in the window
     pairs = pair.sum((1, 2)).clamp(min=1)                                   # (B,)       W (W - 1) / 2
-    rank_loss = (F.relu(gap + gamma) * pair).sum((1, 2)) / pairs            # (B,)
+    rank_loss = (F.relu(gap + args.gamma) * pair).sum((1, 2)) / pairs       # (B,)
     in_order = ((gap < 0) & pair).sum((1, 2)) / pairs                       # (B,)       logged: Eq. 7 holds
-    return ce + lam * rank_loss, {"ce": ce, "rank_loss": rank_loss, "in_order": in_order}
+    return ce + args.lam * rank_loss, {"ce": ce, "rank_loss": rank_loss, "in_order": in_order}
 
 
 def exact_entropies(model, views, mask_id, device):
@@ -240,11 +240,13 @@ def compute_loss(model, views, args, device):
     batch = collate(views, model.config.mask_id, device)
     logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)      # (B, W, V)  only targets
     if args.method == "t3d":
-        return baselines.t3d_loss(model, logp, batch)
-    h = None
-    if args.rank_context == "exact" and args.lam > 0:
-        h = exact_entropies(model, views, model.config.mask_id, device)
-    return tabom_loss(logp, batch, args.lam, args.gamma, h)
+        loss, parts = baselines.t3d_loss(model, logp, batch)
+    else:
+        h = None
+        if args.rank_context == "exact" and args.lam > 0:
+            h = exact_entropies(model, views, model.config.mask_id, device)
+        loss, parts = tabom_loss(logp, batch, args, h)
+    return loss, parts
 
 
 def get_lr(step, args, total_steps):

@@ -45,10 +45,12 @@ def amount(text: str) -> float:
 
 def find_change(saved: dict, now: dict, parser) -> str | None:
     """The first setting that differs, in words. What the saved run does not name did not exist yet: its default."""
-    for name, value in now.items():
+    for name in saved | now:
+        if name not in now:
+            return f"{name} {saved[name]!r}, which this code does not know"
         before = saved.get(name, parser.get_default(name))
-        if before != value:
-            return f"{name} {before!r}, now it is {value!r}"
+        if before != now[name]:
+            return f"{name} {before!r}, now it is {now[name]!r}"
     return None
 
 # -----------------------------------------------------------------------------

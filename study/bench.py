@@ -300,7 +300,7 @@ def decode_step(model, s, views):
     batch = tabom.collate(views, MASK, "meta")
     logits = model(batch.ids, batch.attend, batch.pos)
     for z in logits:
-        decode.choose(z.float(), 1, s, None)
+        decode.choose(z, 1, s, None)
 
 
 def price_step(step, shape, B, N, largest, mean) -> Price:

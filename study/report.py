@@ -245,10 +245,9 @@ def draw_curves(folder: Path):
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     curves = {}
     for name, result in results.items():
-        curve = result.get("tds_curve") or []
-        steps = [step for step, value in enumerate(curve) if value is not None]
-        if steps:
-            curves[name] = steps, [curve[step] for step in steps]
+        for domain, value in result.get("tds", {}).items():
+            steps = [step for step, x in enumerate(value["curve"]) if x is not None]
+            curves[f"{name}, {domain}"] = steps, [value["curve"][step] for step in steps]
     pictures = {"tds": (curves, "Trajectory discrimination score", "decoding step", "entropy variance (nats²)")}
     ce = results.get("base", {}).get("ce", {})
     curves = {label: ([float(ratio) for ratio in curve], list(curve.values())) for label, curve in ce.items()}
@@ -276,7 +275,7 @@ def draw_map(source: str, path: str):
     config = read_config(model_of(source))
     tok = load_tokenizer(config)
     traj = load_trajectories(source, config, tok, limit=1, everything=True)[0]
-    steps, views = zip(*states(traj, tok.end_ids), strict=True)
+    steps, views = zip(*states(traj, tok.end_ids[0]), strict=True)
     grid = np.full((steps[-1] + 1, len(traj.step)), np.nan)
     stats = token_stats(load_model(config), views, config.mask_id, 16)
     for step, view, (_, h) in zip(steps, views, stats, strict=True):

@@ -1,3 +1,41 @@
+"""The scripts as a user starts them: flags, files that are continued or refused, several processes, a pretended GPU."""
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import decode
+import eval as evaluate
+import lora
+import model as models
+import tabom
+import util
+from tests.tiny import (
+    CHILD,
+    HERE,
+    QUICK,
+    TASKS,
+    corpus,
+    log_of,
+    read_lines,
+    run_ranks,
+    tensors_of,
+    tokenizer,
+    write_lines,
+)
+
 
 def test_a_mistake_is_one_line_that_names_the_rank(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
@@ -6,13 +44,49 @@ def test_a_mistake_is_one_line_that_names_the_rank(capsys, monkeypatch):
     assert e.value.code == 2 and capsys.readouterr().err == "[rank 3] t.jsonl:3: wrong\n"
 
 
-def test_an_empty_list_of_devices_hides_every_gpu(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert util.setup_device()[2] == "cpu"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert util.setup_device()[2] == "mps"
+@pytest.mark.parametrize("script", ["tabom.py", "decode.py", "eval.py", "lora.py"])
+def test_help_shows_what_a_script_does_and_its_flags(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(HERE / script), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert e.value.code == 0 and (HERE / script).read_text().split("\n")[1] in shown and "--model" in shown
+
+
+DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
+
+
+@pytest.mark.parametrize("module, flags, words", [
+    (tabom, "", "tabom.py: the following arguments are required: --data"),
+    (tabom, "--data t --windw 3", "unrecognized arguments: --windw 3"),
+    (tabom, "--data t --method sgd", "invalid choice: 'sgd'"),
+    (tabom, "--data t --window -3", "--window: -3 is negative"),
+    (tabom, "--data t --clip nan", "--clip: nan"),
+    (tabom, "--data t --window 1", "--window 1: one token makes no pair"),
+    (tabom, "--data t --epochs 0", "--epochs 0"),
+    (tabom, "--data t --wandb p", "pip install wandb"),
+    (decode, "--model m --prompt p", "--out: give a file"),
+    (decode, "--model m --prompt p --prompts p --show", "--prompts, --prompt: give one of them"),
+    (decode, f"{DECODE} --top-k -2", "--top-k: -2 is negative"),
+    (decode, f"{DECODE} --length 10 --block 3", "--length 10, --block 3"),
+    (decode, f"{DECODE} --length 8 --steps 9", "--steps 9"),
+    (decode, f"{DECODE} --length 8 --steps 4 --tokens-per-step 2", "give one"),
+    (decode, f"{DECODE} --schedule dream --block 8", "--schedule dream"),
+    (decode, f"{DECODE} --length 600", "positions"),
+    (decode, f"{DECODE} --adapter nowhere", "nowhere/adapter_config.json"),
+    (evaluate, "--model m", "nothing to measure"),
+    (evaluate, "--model m --prompts p --tds -1", "--tds: -1 is negative"),
+    (evaluate, "--model m --prompts a/test.jsonl b/test.jsonl", "b/test.jsonl: two files have one stem"),
+    (evaluate, "--model m --prompts p --parallel 2 --steps 4", "--parallel: sets the tokens per step"),
+    (evaluate, "--model m --tasks t --prompts p", "--tasks: is measured alone"),
+    (evaluate, "--model m --order t --tds 4", "--tds 4"),
+])
+def test_wrong_flags_end_with_one_line(module, flags, words, command, folders, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    prompts = write_lines(tmp_path / "prompts.jsonl", TASKS)
+    with refused(words):
+        command(module, flags.format(model=folders["llada"], prompts=prompts))
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 def test_a_file_that_a_kill_cut_at_any_byte_continues_to_the_same_lines(cli, tmp_path):
@@ -64,54 +138,61 @@ def test_two_ranks_write_the_records_of_one(cli, tmp_path):
     assert not whole
 
 
-@pytest.mark.parametrize("flags, words", [
-    ("--length 10 --block 3", "--length 10, --block 3"), ("--length 8 --steps 9", "--steps 9"),
-    ("--length 8 --steps 4 --tokens-per-step 2", "give one"), ("--schedule dream --block 8", "--schedule dream"),
-    ("--length 600", "positions"), ("--adapter nowhere", "nowhere/adapter_config.json")])
-def test_wrong_settings_end_with_one_line(flags, words, cli, tmp_path, refused):
-    with refused(words):
-        cli("t.jsonl", flags)
-    assert not (tmp_path / "t.jsonl").exists()
+def test_records_of_before_a_flag_existed_are_continued_by_its_default(cli, tmp_path, refused):
+    whole, path = cli("t.jsonl", "--length 8"), tmp_path / "t.jsonl"
+    rows = read_lines(path)[:3]
+    for row in rows:
+        del row["decode"]["top_k"]
+    write_lines(path, rows)
+    with refused(f"{path}:1: was decoded with top_k 0, now it is 5", "another --out"):
+        cli("t.jsonl", "--length 8 --top-k 5")
+    assert cli("t.jsonl", "--length 8").keys() == whole.keys()
 
 
-def same_run(a, b) -> bool:
-    """To the last bit."""
-    x, y = tensors_of(a), tensors_of(b)
-    without_time = lambda row: {k: v for k, v in row.items() if k not in ("ms", "tokens_per_s", "memory_gb")}
-    logs = [[without_time(row) for row in log_of(out)[1]] for out in (a, b)]
-    return logs[0] == logs[1] and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
-
-
-def assert_close_runs(a, b):
-    """The same samples and windows; all else may differ by the order of additions."""
-    x, y = tensors_of(a), tensors_of(b)
-    assert x.keys() == y.keys() and max((x[k] - y[k]).abs().max() for k in x) < 1e-5
-    for r, s in zip(log_of(a)[1], log_of(b)[1], strict=True):
-        assert all(r[k] == s[k] for k in ("step", "epoch", "lr", "samples"))
-        assert r.keys() == s.keys()
-        for key in s.keys() & {"loss", "ce", "rank", "in_order", "gnorm"}:
-            assert r[key] == pytest.approx(s[key], rel=2e-4, abs=1e-5), key
+def test_show_prints_the_prompt_and_the_answer_in_colour_and_nothing_else(cli, command, folders, capsys):
+    record = cli("t.jsonl", "--length 12 --limit 1")["t0"]
+    capsys.readouterr()
+    command(decode, f"--model {folders['llada']} --length 12 --prompt {record['prompt']} --show")
+    prompt, answer, rest = capsys.readouterr().out.split("\n")
+    tok, steps = tokenizer(folders["llada"]), record["decoding_order"]
+    words = ["." if step < 0 else "_" if token in tok.end_ids else tok.decode([token])
+             for token, step in zip(record["response_token_ids"], steps, strict=True)]
+    assert (prompt, rest) == ("1+2", "") and re.sub(r"\033\[[0-9;]*m", "", answer) == "".join(words)
+    shades = [int(shade) for shade in re.findall(r"48;5;(\d+)", answer)]
+    when = [step for step in steps if step >= 0]
+    assert len(shades) == len(when) and shades[when.index(0)] == 231 and shades[when.index(max(when))] == 22
 
 
 def test_run_leaves_adapters_log_and_resume_file(train, folders, capsys):
     out = train("run", "--epochs 2 --log-every 3")       # 21 records, 4 per step: 6 steps per epoch
     shown, (head, rows) = capsys.readouterr().out, log_of(out)
-    assert sorted(p.name for p in out.iterdir()) == ["epoch-1", "epoch-2", "log.jsonl", "resume.safetensors"]
+    assert {p.name for p in out.iterdir()} == {"epoch-1", "epoch-2", "last", "log.jsonl", "resume.safetensors"}
+    tensors = tensors_of(out)
+    assert all(torch.equal(tensors[k.replace("last/", "epoch-2/")], x) for k, x in tensors.items() if "last/" in k)
     assert head["settings"]["model"] == folders["llada"] and head["settings"]["records"] == 21 and head["steps"] == 12
     assert head["args"]["gamma"] == 0.2 and {"commit", "torch", "python", "device"} <= head.keys()
-    assert "1,024 trainable parameters, 12 steps of 4 samples" in shown and f"{out}/epoch-2" in shown
+    assert "1,024 trainable parameters, 12 steps of 4 samples" in shown and f"saved: {out}/last\n" in shown
     assert [x.split()[1] for x in shown.splitlines() if x.startswith("step ")] == ["3/12", "6/12", "9/12", "12/12"]
     for epoch in (1, 2):
         seen = [sample for row in rows if row["epoch"] == epoch for sample in row["samples"]]
         assert sorted(seen) == sorted(f"r{n}" for n in range(21))
     for n, row in enumerate(rows):
-        assert row["loss"] == pytest.approx(row["ce"] + row["rank"], rel=1e-5) and row["tokens_per_s"] > 0
+        assert row["loss"] == pytest.approx(row["ce"] + row["rank_loss"], rel=1e-5) and row["tokens_per_s"] > 0
         assert row["lr"] == pytest.approx(1e-3 * (n + 1) / 5 if n < 5 else 5e-4 * (1 + math.cos(math.pi * (n - 5) / 7)))
 
 
-def test_wandb_gets_what_the_log_gets_and_is_asked_for_in_one_line(train, monkeypatch, refused, tmp_path):
-    with refused("--wandb p", "pip install wandb"):
-        training_args("--wandb p")
+def test_small_losses_are_printed_with_their_digits(train, monkeypatch, capsys):
+    real = tabom.compute_loss
+
+    def compute_loss(*args):
+        loss, parts = real(*args)
+        return loss, parts | {"rank_loss": torch.full_like(loss, 0.000312), "in_order": torch.full_like(loss, 0.5)}
+    monkeypatch.setattr(tabom, "compute_loss", compute_loss)
+    train("run", "--max-steps 1")
+    assert "| rank_loss 0.000312 | in_order 0.5 |" in capsys.readouterr().out
+
+
+def test_wandb_gets_what_the_log_gets(train, monkeypatch, tmp_path):
     fake = "got = []\ninit = lambda **k: got.append(k)\nlog = lambda row, step: got.append(row)"
     (tmp_path / "wandb.py").write_text(fake)
     monkeypatch.syspath_prepend(tmp_path)
@@ -169,7 +250,7 @@ def pretended_gpu(monkeypatch):
 
     def read(x):
         assert x.device.type == "cpu"
-        return np.zeros(x.shape)
+        return np.zeros(x.shape, dtype=float if x.is_floating_point() else int)
 
     class Generator:                                     # a GPU's cannot be made without one
         def __init__(self, device="cpu"):
@@ -226,3 +307,65 @@ def test_out_of_another_run_is_refused(train, folders, refused):
     with refused("records 21, now it is 20"):
         train("run", flags)
     assert files() == before
+
+
+def test_a_run_of_before_a_flag_existed_is_continued_by_its_default(train, refused):
+    path = train("run", "--max-steps 2") / "resume.safetensors"
+    with safe_open(path, "pt") as f:
+        metadata = f.metadata()
+    settings = json.loads(metadata["settings"])
+    assert settings.pop("cut") == "uniform"
+    save_file(load_file(path), path, metadata | {"settings": json.dumps(settings)})
+    with refused("the run there has cut 'uniform', now it is 'non-ltr'", "another --out"):
+        train("run", "--max-steps 2 --resume --cut non-ltr")
+    train("run", "--max-steps 2 --resume")
+
+
+def test_a_run_that_died_before_its_first_resume_point_is_begun_again(train):
+    whole, out = train("whole", "--max-steps 3"), train("run", "--max-steps 3")
+    shutil.rmtree(out / "last")
+    (out / "resume.safetensors").unlink()
+    log = (out / "log.jsonl").read_text()
+    (out / "log.jsonl").write_text(log[:log.rindex("\n", 0, -1) + 30])       # two steps, and a part of the third
+    a, b = tensors_of(train("run", "--max-steps 3")), tensors_of(whole)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert [row["loss"] for row in log_of(out)[1]] == [row["loss"] for row in log_of(whole)[1]]
+    assert {p.name for p in out.iterdir()} == {"last", "log.jsonl", "resume.safetensors"}    # no epochs: --max-steps
+
+
+def test_ranks_that_see_different_outs_train_nothing(train, tmp_path):
+    """Two agents of torchrun, as on two machines: the folder of the first one holds no run to resume."""
+    resume = train("run", "--max-steps 4") / "resume.safetensors"
+    before = resume.read_bytes()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    agents = []
+    for node, out in enumerate(("empty", "run")):
+        argv = (f"-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --node_rank {node} --master_addr 127.0.0.1 "
+                f"--master_port {port} tabom.py --data {train.data} --out {tmp_path / out} {QUICK} --max-steps 4 "
+                f"--batch-size 2 --resume")
+        agents.append(subprocess.Popen([sys.executable, *argv.split()], cwd=HERE, env=CHILD, text=True,
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    errors = [agent.communicate(timeout=120)[1] for agent in agents]
+    assert all(agent.returncode for agent in agents)
+    for rank, text in enumerate(errors):
+        assert (f"[rank {rank}] start step 0 on one rank, 4 on another: all need the same --data and --out"
+                in text.splitlines())
+    assert resume.read_bytes() == before and not (tmp_path / "empty").exists()
+
+
+def test_ranks_that_see_different_records_train_nothing(train, folders, tmp_path, capfd):
+    fewer = write_lines(tmp_path / "fewer.jsonl", corpus(folders["llada"])[:20])
+
+    def job():
+        try:
+            train("run", "", fewer if os.environ["RANK"] == "1" else None)
+        except SystemExit as e:
+            os._exit(0 if e.code == 2 else 1)
+        os._exit(1)
+    run_ranks(2, job)
+    shown = capfd.readouterr().err
+    for rank in range(2):
+        assert f"[rank {rank}] records 20 on one rank, 21 on another: all need the same --data and --out" in shown
+    assert not (tmp_path / "run").exists()

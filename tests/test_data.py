@@ -82,7 +82,7 @@ def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path,
     folder, i = folders["llada"], ids_of("llada")
     left_out = "1 without an end token, 2 judged wrong, 1 shorter than 2 tokens"
     unfinished = good_record(id=1, response_token_ids=[3, i.mask, i.eos, i.mask], decoding_order=[1, -1, 0, -1])
-    short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0.1], confidence=[1])
+    short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0], confidence=[1])
     rows = [unfinished, good_record(correct=False), short, good_record(id=4, answer="7")]        # judged on reading
     path = write_lines(tmp_path / "t.jsonl", rows)
     with refused(path, left_out, "--all"):

@@ -1,40 +1,92 @@
+"""eval.py: what it writes, what it measures again and what it does not, and the real lm-evaluation-harness on tasks."""
+import json
+import subprocess
 
-def test_eval_measures_draws_and_does_not_measure_twice(cli, command, folders, tmp_path, capsys, refused):
-    rows, path, out = cli("t.jsonl", "--length 8"), tmp_path / "t.jsonl", tmp_path / "r"
+import pytest
+
+import eval as evaluate
+import lora
+import model as models
+from tests.tiny import CHILD, HERE, TORCHRUN, adapted, edit_json, read_lines, write_lines
+
+
+@pytest.fixture
+def measure(command, folders, tmp_path):
+    """measure("--parallel 1 2"): eval.py's main in this process on prompts.jsonl; returns {file's stem: result}."""
+    def call(flags):
+        command(evaluate, f"--model {folders['llada']} --prompts {tmp_path}/prompts.jsonl --length 8 --keep "
+                          f"--out {tmp_path}/r {flags}")
+        return {file.stem: json.loads(file.read_text()) for file in (tmp_path / "r").glob("*.json")}
+    return call
+
+
+def test_an_adapter_that_changes_nothing_measures_as_the_base(cli, measure, folders, tmp_path):
+    rows, path = cli("t.jsonl", "--length 8"), tmp_path / "t.jsonl"
     write_lines(path, [row | {"correct": True} for row in rows.values()])
-    lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "same")       # the identity
-    flags = (f"--model {folders['llada']} --adapter mine={tmp_path}/same --prompts {tmp_path}/prompts.jsonl --length 8 "
-             f"--parallel 1 2 --tds 2 --order {path} --window 3 --ce {path} {path} --swap --pictures --keep "
-             f"--out {out}")
-    command(evaluate, flags)
-    base, mine = (json.loads((out / f"{name}.json").read_text()) for name in ("base", "mine"))
+    lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "same")
+    results = measure(f"--adapter mine={tmp_path}/same --parallel 1 2 --tds 2 --order {path} --window 3 "
+                      f"--ce {path} {path} --swap")
+    base, mine = results["base"], results["mine"]
     assert base["accuracy"] == mine["accuracy"] and set(base["accuracy"]) == {"prompts/1", "prompts/2"}
-    assert [mine["tds"], mine["in_order"]] == pytest.approx([base["tds"], base["in_order"]])
-    for swapped in mine["swap"]["prompts/2"].values():   # the adapter is the identity, so every swap is the base
+    assert mine["tds"]["prompts"]["curve"] == pytest.approx(base["tds"]["prompts"]["curve"])
+    assert mine["in_order"] == pytest.approx(base["in_order"])
+    for swapped in mine["swap"]["prompts/2"].values():   # every swap is the base
         assert swapped == base["accuracy"]["prompts/2"]
+    assert len(base["ce"]["ground truth"]) == 9 and base["ce"]["ground truth"] == base["ce"]["self-distilled"]
     assert {"settings", "commit", "torch", "python", "device"} <= base.keys()
-    for picture in ("tds", "ce", "map-base"):
-        assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
-    for r in read_lines(out / "base-prompts-1.jsonl"):
+    for r in read_lines(tmp_path / "r" / "base-prompts-1.jsonl"):
         assert r["response_token_ids"] == rows[r["id"]]["response_token_ids"]
+
+
+@pytest.mark.parametrize("flags, label", [("", "1"), ("--tokens-per-step 3", "3"), ("--parallel 2", "2"),
+                                          ("--threshold 0.4", "threshold 0.4"), ("--steps 5", "5 steps")])
+def test_the_label_says_the_flags_and_tokens_per_forward_what_was_decoded(flags, label, cli, measure, tmp_path,
+                                                                          monkeypatch):
+    write_lines(tmp_path / "prompts.jsonl", [dict(prompt=f"{n}+1 = ", answer=str(n)) for n in range(9)])
+    forwards, real = [], models.Model.forward
+    monkeypatch.setattr(models.Model, "forward", lambda *batch: forwards.append(1) or real(*batch))
+    (key, found), = measure(f"--batch-size 1 {flags}")["base"]["accuracy"].items()      # one forward is one step
+    records = read_lines(tmp_path / "r" / f"base-prompts-{label}.jsonl")
+    tokens = sum(step >= 0 for r in records for step in r["decoding_order"])
+    right = sum(r["correct"] is True for r in records)
+    assert key == f"prompts/{label}" and found == dict(right=right, n=9, share=right / 9,
+                                                       tokens_per_forward=pytest.approx(tokens / len(forwards)))
+
+
+def test_results_are_found_again_unless_settings_or_weights_are_others(cli, measure, folders, tmp_path, capsys,
+                                                                       monkeypatch, refused):
+    lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "a")
+    flags, files = f"--adapter mine={tmp_path}/a", {name: tmp_path / "r" / f"{name}.json" for name in ("base", "mine")}
+    first = measure(flags)
+    said = [line for line in capsys.readouterr().out.splitlines() if " prompts/1: " in line]
+    # the same again: it says what it found and where, without loading a model
+    with monkeypatch.context() as m:
+        m.setattr(evaluate, "load_model", None)
+        assert measure(flags) == first
+        out = capsys.readouterr().out.splitlines()
+        assert out == [f"{files['base']}: measured before", said[0], f"{files['mine']}: measured before", said[1]]
+        # a result of before a flag existed
+        before = files["base"].read_bytes()
+        settings = first["base"]["settings"]
+        edit_json(files["base"], settings={name: value for name, value in settings.items() if name != "window"})
+        measure(flags)
+        with refused(f"{files['base']}: was measured with window 32, now it is 4", "another --out"):
+            measure(f"{flags} --window 4")
+        files["base"].write_bytes(before)
+        for more, words in (("--seed 5", "base.json: was measured with seed 0, now it is 5"),
+                            (f"--no-base --adapter mine={tmp_path}/b", f"was measured of {tmp_path}/a, now")):
+            lora.save(adapted(folders["llada"]), tmp_path / "b")
+            with refused(words, "another --out"):
+                measure(f"{flags} {more}")
+    # other weights in the same folder: only they are measured
+    lora.save(adapted(folders["llada"], scale=2.0), tmp_path / "a")
     capsys.readouterr()
-    command(evaluate, flags)
-    assert "per step" not in capsys.readouterr().out
-    with refused("base.json", "other settings"):
-        command(evaluate, flags + " --seed 5")
-
-
-@pytest.mark.parametrize("module, flags, words", [
-    (tabom, "--data t.jsonl --window -3", "--window -3: must not be negative"),
-    (tabom, "--data t.jsonl --lam nan", "--lam nan"),
-    (tabom, "--data t.jsonl --window 1", "--window 1"),
-    (decode, "--model m --prompts p --tokens-per-step -2", "--tokens-per-step -2"),
-    (evaluate, "--model m", "nothing to measure"),
-    (evaluate, "--model m --prompts a/test.jsonl b/test.jsonl", "b/test.jsonl: two files have one stem"),
-])
-def test_flags_that_would_be_silently_wrong_are_refused(module, flags, words, refused):
-    with refused(words):
-        module.parse_args(flags.split())
+    again = measure(flags)
+    assert f"{files['mine']}: {tmp_path}/a has other weights now; measured anew" in capsys.readouterr().out
+    assert again["base"] == first["base"] and again["mine"]["checksum"] != first["mine"]["checksum"]
+    assert files["base"].read_bytes() == before
+    old, new = first["mine"]["accuracy"], again["mine"]["accuracy"]
+    assert old == first["base"]["accuracy"] and new.keys() == old.keys()
 
 
 TASK = """task: {name}

@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import socket
 import string
 import sys
@@ -235,6 +236,18 @@ def reference_logits(net, row):
     raw = net(torch.tensor([row]), attention_mask=mask).logits[0]
     return torch.cat([raw[:1], raw[:-1]]) if net.shift else raw              # Dream: state i - 1 predicts token i
 
+
+def peft_adapter(net, folder, **options):
+    """An adapter that the real peft put on a reference model and saved; gives the model."""
+    from peft import LoraConfig, get_peft_model
+    theirs, g = get_peft_model(net, LoraConfig(r=4, lora_alpha=6, **options)), torch.Generator().manual_seed(0)
+    for name, p in theirs.named_parameters():
+        if "lora_B" in name:
+            p.data.copy_(torch.randn(p.shape, generator=g) * 0.3)
+    theirs.create_or_update_model_card = lambda _: None  # a README for the hub, made from a transformers config
+    theirs.save_pretrained(folder)
+    return theirs.base_model.model.requires_grad_(False)
+
 # -----------------------------------------------------------------------------
 # files, commands and processes
 
@@ -302,6 +315,21 @@ def run_ranks(count: int, job):
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0] * count
+
+
+def die_at(n):
+    """From now on: SIGKILL at the n-th change to the disk; what is being written then is cut in the middle."""
+    count = [0]
+
+    def hook(event, args):
+        writes = event == "open" and isinstance(args[0], (str, Path)) and (args[1] or "r")[0] in "aw"
+        if writes or event in ("os.rename", "os.mkdir"):
+            count[0] += 1
+            if count[0] == n:
+                if writes:
+                    os.write(os.open(args[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT), b'{"step": 3, "epoch": 1, "lo')
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
 
 # -----------------------------------------------------------------------------
 # what a model computes, plainly
