@@ -139,7 +139,7 @@ small() {
 # ---------------------------------------------------------------- the paper's experiments
 
 paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
-    local model prompts limit flags block="" d=$OUT/$1-$2
+    local model prompts limit flags block="" token="" d=$OUT/$1-$2
     local accum=$((GPUS < 8 ? 8 / GPUS : 1))        # 1, 2, 4 and 8 GPUs have the same global batch, 32
     case $1-$2 in               # as released
         dream-math) flags="--lam 1 --gamma 0.1" ;;
@@ -148,14 +148,15 @@ paper() {                       # paper dream|llada math|code: from the data set
         llada-code) flags="--lam 1 --gamma 0.3" ;;
     esac
     case $1 in
-        dream) model=Dream-org/Dream-v0-Instruct-7B ;;
+        dream) model=Dream-org/Dream-v0-Instruct-7B token="--greedy" ;;
         llada) model=GSAI-ML/LLaDA-8B-Instruct block="--block 32" ;;
     esac
     case $2 in math) prompts=MixChain-Z-PRM12K limit=0 ;; code) prompts=Ling-Coder-SFT limit=17000 ;; esac
     local torchrun="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS"
 
-    # decode, then train by each method; the baselines as the paper has them
-    run $torchrun decode.py --model $model --prompts $prompts --limit $limit $block --out "$d/traj.jsonl"
+    # decode as released: the whole canvas, ties to the leftmost; then train by each method, baselines as in the paper
+    run $torchrun decode.py --model $model --prompts $prompts --limit $limit $block --whole --ties position \
+        --out "$d/traj.jsonl"
     local train="$torchrun tabom.py --model $model --resume --grad-accum $accum"
     run $train --out "$d/sft-gt" --method sft --data $prompts --limit $limit
     run $train --out "$d/sft-sd" --method sft --data "$d/traj.jsonl"
@@ -164,7 +165,7 @@ paper() {                       # paper dream|llada math|code: from the data set
     run $train --out "$d/tabom" $flags --data "$d/traj.jsonl"
 
     # measure the base and the last epoch of each
-    local measure="$torchrun eval.py --model $model --adapter" method
+    local measure="$torchrun eval.py --model $model --ties position $token --adapter" method
     for method in sft-gt sft-sd dinfer t3d tabom; do
         measure+=" $method=$d/$method/last"
     done
