@@ -174,6 +174,8 @@ def test_non_ltr_cuts_start_at_tokens_decoded_out_of_order(folders, tmp_path):
     rng, W = np.random.default_rng(0), 4
     trajs = read_shapes(folders["llada"], tmp_path, "")
     for traj in trajs:
+        hole = dataclasses.replace(traj, step=np.where(np.arange(len(traj.step)) == 1, -1, traj.step))
+        assert hole.jumps.tolist() == plain_jumps(hole.step.tolist())        # a position that was never decoded
         jumps = plain_jumps(traj.step.tolist())
         assert traj.jumps.tolist() == jumps
         boundaries = set(plain_cuts(traj, W))
