@@ -99,7 +99,9 @@ def make_settings(args, config, end_ids) -> Namespace:
         if getattr(s, name) is None:
             setattr(s, name, own[name])
     # what the loop needs besides
-    s.score_filtered, s.mask_id, s.end_ids = own["score_filtered"], config.mask_id, end_ids
+    filtered = s.temperature not in (0, 1) or s.top_p < 1 or s.top_k > 0
+    s.score_filtered = own["score_filtered"] and filtered
+    s.mask_id, s.end_ids = config.mask_id, end_ids
 
     # length, blocks and steps must fit each other
     s.length = s.length or config.length
@@ -150,99 +152,127 @@ def schedule(s) -> list[int]:
 # -----------------------------------------------------------------------------
 # one step of one row: which token, and which position first
 
-def without(logits, tokens):
+def without(z, tokens):
     """A copy in which these tokens have no probability."""
-    logits = logits.clone()
+    z = z.clone()
     for token in tokens:
-        logits[:, token] = -torch.inf
-    return logits
+        z[:, token] = -torch.inf
+    return z
 
 
-def filter_logits(logits, s):
-    """(n, V) logits -> those of the distribution that tokens are drawn from: temperature, then top-p, then top-k."""
+def filter_logits(z, s):
+    """
+    (n, V) logits or log-probabilities -> (n, k), those of the distribution that tokens are drawn from: temperature,
+    then top-p, then top-k. And index (n, k), the tokens that they belong to; None = all, in their order.
+    """
+    index = None
     if s.temperature > 0:
-        logits = logits / s.temperature
+        z = z / s.temperature
     if s.top_p < 1:
         # the nucleus is nearly always among the first 64 tokens, and sorting the whole vocabulary is slow. But asking
         # whether it is means waiting for the GPU: a few positions are sorted whole
-        n, V = logits.shape
+        p = z.softmax(-1)
+        n, V = z.shape
         widths = [min(64, V), V] if n > 4 else [V]
         for k in widths:
-            top, index = logits.topk(k)
-            p = logits.softmax(-1).gather(-1, index)
-            if k == V or bool((p.sum(-1) > s.top_p).all()):
+            top, index = z.topk(k)
+            top_p = p.gather(-1, index)
+            if k == V or bool((top_p.sum(-1) > s.top_p).all()):
                 break
         # the token that crosses top_p is kept
-        before = F.pad(p.cumsum(-1)[:, :-1], (1, 0))
-        kept = top.masked_fill(before > s.top_p, -torch.inf)
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, index, kept)
+        before = F.pad(top_p.cumsum(-1)[:, :-1], (1, 0))
+        z = top.masked_fill(before > s.top_p, -torch.inf)
     # the k-th largest and all that equal it
     if s.top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(s.top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
-    return logits
+        z = z.masked_fill(z < z.topk(min(s.top_k, z.shape[-1])).values[:, -1:], -torch.inf)
+    return z, index
 
 
-def draw_tokens(logits, s, rng):
-    """(n, V) -> tokens (n,) and their probability at temperature 1 (n,). The mask token is never drawn."""
+def draw_tokens(logp, s, rng):
+    """(n, V) log-probabilities -> tokens (n,) and their probability (n,). The mask token is never drawn."""
     banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
-    allowed = filter_logits(without(logits, banned), s)
-    if s.temperature > 0 and not s.greedy:
-        # Gumbel-max, in float64 as LLaDA does (Apple's GPUs have fp32 only): argmax of logits - log(-log u)
-        dtype = torch.float32 if logits.device.type == "mps" else torch.float64
-        noise = torch.rand(logits.shape, dtype=dtype, generator=rng, device=logits.device)
-        token = (allowed.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
+    # taken out and put back, instead of a copy of n x V
+    taken = {name: logp[:, name].clone() for name in banned}
+    for name in banned:
+        logp[:, name] = -torch.inf
+    if s.temperature == 0 or s.greedy:
+        token = logp.argmax(-1)
     else:
-        token = allowed.argmax(-1)
-    return token, logits.softmax(-1).gather(-1, token[:, None])[:, 0]
+        z, index = filter_logits(logp, s)
+        # Gumbel-max, in float64 as LLaDA does (Apple's GPUs have fp32 only): argmax of logits - log(-log u)
+        dtype = torch.float32 if logp.device.type == "mps" else torch.float64
+        noise = torch.rand(logp.shape, dtype=dtype, generator=rng, device=logp.device)
+        if index is not None:
+            noise = noise.gather(-1, index)
+        token = (z.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
+        if index is not None:
+            token = index.gather(-1, token[:, None])[:, 0]
+    for name, column in taken.items():
+        logp[:, name] = column
+    return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
-def score_positions(logits, token, s, rng):
-    """(n, V) -> (n,): the position with the lowest value is unmasked first (Eq. 2 is the entropy)."""
-    # LLaDA's logits_eos_inf, and its confidence_eos_eot_inf, by which positions that end the text come last
+def score_positions(z, h, token, sure, s, rng):
+    """
+    (n,): the position with the lowest value is unmasked first (Eq. 2 is the entropy). h, token, sure (n,): entropy,
+    token and its probability under the model. z (n, V): log-probabilities; with --ties position the model's logits.
+    """
+    if s.score == "random":
+        return torch.rand(len(z), generator=rng, device=z.device)
+    # LLaDA scores the model's own distribution, which is known by now
+    if s.ties == "entropy" and not s.score_filtered and not s.suppress_eos:
+        if s.score == "entropy":
+            return h
+        if s.score == "confidence":
+            return -sure
+    # its logits_eos_inf, and its confidence_eos_eot_inf, by which positions that end the text come last
     if s.suppress_eos:
-        logits = without(logits, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
-    # Dream scores the distribution that it samples from, LLaDA the model's own
-    z = filter_logits(logits, s) if s.score_filtered else logits
+        z = without(z, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
+    # Dream scores the distribution that it samples from
+    z, index = filter_logits(z, s) if s.score_filtered else (z, None)
+    if s.score == "entropy" and s.ties == "entropy":
+        # 0 * -inf would be nan
+        return entropy(z.log_softmax(-1).clamp(min=-1e30))
     p = z.softmax(-1)
     if s.score == "entropy":
         # Dream's formula; in log-space, entropies that it rounds to 0 would differ
-        return -(p * torch.log(p + 1e-10)).sum(-1) if s.ties == "position" else entropy(z.log_softmax(-1))
-    if s.score == "confidence":
-        return -p.gather(-1, token[:, None])[:, 0]
+        return -(p * torch.log(p + 1e-10)).sum(-1)
     if s.score == "margin":
         top2 = p.topk(2).values
         return top2[:, 1] - top2[:, 0]
-    return torch.rand(len(z), generator=rng, device=z.device)
+    if index is None:
+        return -p.gather(-1, token[:, None])[:, 0]
+    return -(p * (index == token[:, None])).sum(-1)
 
 
-def choose(raw, count, s, rng, token_z=None):
+def choose(raw, count, s, rng, token_raw=None):
     """
     One step of one row. raw (n, V): logits at its masked positions; count: how many to unmask, None = by --threshold;
-    token_z (n, V): logits of the model that names the tokens, if it is another one.
+    token_raw (n, V): logits of the model that names the tokens, if it is another one.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
-    z = raw.float()
-    h = entropy(z.log_softmax(-1))                                                           # (n,)
+    logp = F.log_softmax(raw, -1, dtype=torch.float32)                                       # (n, V)
+    h = entropy(logp)                                                                        # (n,)
     # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow
     token = sure = None
     if s.score == "confidence" or s.threshold is not None:
-        token, sure = draw_tokens(z, s, rng)                                                 # (n,), (n,)
+        token, sure = draw_tokens(logp, s, rng)                                              # (n,), (n,)
     # the best first; ties by the entropy at temperature 1, then by position
     if s.ties == "position":
-        order = score_positions(raw, token, s, rng).argsort(stable=True)                     # (n,)
+        order = score_positions(raw, h, token, sure, s, rng).argsort(stable=True)            # (n,)
     else:
         order = h.argsort(stable=True)
-        order = order[score_positions(z, token, s, rng)[order].argsort(stable=True)]
+        order = order[score_positions(logp, h, token, sure, s, rng)[order].argsort(stable=True)]
     # as many as the schedule says, or all that are certain enough, at least one
     where = order[:count]
     if s.threshold is not None:
         certain = order[sure[order] > s.threshold]
         where = certain if len(certain) else order[:1]
     # their tokens
-    if token_z is not None:
-        token, sure = draw_tokens(token_z[where], s, rng)
+    if token_raw is not None:
+        token, sure = draw_tokens(F.log_softmax(token_raw[where], -1, dtype=torch.float32), s, rng)
     elif token is None:
-        token, sure = draw_tokens(z[where], s, rng)
+        token, sure = draw_tokens(logp[where], s, rng)
     else:
         token, sure = token[where], sure[where]
     return where, token, h[where], sure
@@ -314,9 +344,9 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             n = len(masked[b])
             step, count = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
-            token_z = token_logits[b, :n].float() if token_model else None
-            chosen.append((step, choose(logits[b, :n], count, s, rng, token_z)))
-        del logits, token_logits, token_z                                                    # before the next forward
+            token_raw = token_logits[b, :n] if token_model else None
+            chosen.append((step, choose(logits[b, :n], count, s, rng, token_raw)))
+        del logits, token_logits, token_raw                                                  # before the next forward
 
         # unmask; finished rows leave
         for traj, positions, (step, results) in zip(live, masked, chosen, strict=True):

@@ -152,8 +152,7 @@ class Model(nn.Module):
 
 def entropy(logp):
     """Eq. 10, (..., V) -> (...), in nats: how uncertain the model is. What is ranked, logged and scored."""
-    # clamp: a filtered token has log-probability -inf, and 0 * -inf would be nan
-    return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+    return -(logp.exp() * logp).sum(-1)
 
 
 def left_pad(rows):
