@@ -4,7 +4,8 @@ What the code costs: measured on this CPU against plain code, and estimated for 
 $ python study/bench.py                        # every measurement, about half an hour on two quiet cores
 $ python study/bench.py --quick                # the same rows at small sizes, about a minute: to see that it runs
 $ python study/bench.py --only train decode    # some parts
-$ python study/bench.py --plan dream           # or llada, small: time, memory and hours of every stage on three GPUs
+$ python study/bench.py --plan dream           # or llada, small: time, memory and hours of every stage on three GPUs,
+                                               # and how many prompts at once fit the memory while decoding
 
 Figures are ratios within one run. "Ours" is this repository. What it is compared with is written below, after the code
 that the authors of the paper and of the models publish, on the same Model, and must compute the same.
@@ -48,8 +49,8 @@ from model import FAMILIES, Config, Model  # noqa: E402
 from util import Parser, about_run  # noqa: E402
 
 TARGETS = """
-training, Dream's shape: release / ours                     >= 1.5
-training, Dream's shape: release, eager attention / ours    >= 2.5
+training, Dream's shape: release / ours                     >= 1.4
+training, Dream's shape: release, eager attention / ours    >= 2.3
 training, Dream's shape: ours / bare model                  <= 1.10
 training, Dream's vocabulary: release / ours                >= 10
 training, Dream's vocabulary: memory, ours / release        <= 0.1
@@ -60,6 +61,12 @@ decoding, answers end at half: plain, one batch / ours      >= 2.5
 decoding, answers end at half: share of padding             <= 0.1
 --rank-context exact: ours / W forward-backwards            <= 1.6
 --rank-context exact: ours, GB                              <= 0.6
+scoring, dream, 256 tokens: bytes per logit                 <= 122
+scoring, dream, 512 tokens: bytes per logit                 <= 122
+scoring, dream, 1024 tokens: bytes per logit                <= 122
+scoring, llada, 256 tokens: bytes per logit                 <= 65
+scoring, llada, 512 tokens: bytes per logit                 <= 65
+scoring, llada, 1024 tokens: bytes per logit                <= 65
 tabom.py --help, s                                          <= 2
 decode.py --help, s                                         <= 2
 eval.py --help, s                                           <= 2
@@ -71,6 +78,7 @@ study/bench.py --help, s                                    <= 2
 --plan, Dream's vocabulary: error of FLOPs                  <= 0.15
 --plan, Dream's vocabulary: error of peak memory            <= 0.15
 """
+# scoring: two thirds of what decode.py took when it computed some quantities twice, 184 and 98
 RESULTS = {}                                             # what was measured, under the names in TARGETS
 
 # -----------------------------------------------------------------------------
@@ -85,14 +93,17 @@ GPUS = {
 }
 DREAM, LLADA, SMALL = FAMILIES["Dream"], FAMILIES["llada"], FAMILIES["a2d-qwen3"]
 MODELS = {
-    "dream": dict(family=DREAM, width=3584, layers=28, heads=28, kv_heads=4, mlp=18944, vocab=152064, tied=False),
-    "llada": dict(family=LLADA, width=4096, layers=32, heads=32, kv_heads=32, mlp=12288, vocab=126464, tied=False),
-    "small": dict(family=SMALL, width=1024, layers=28, heads=16, kv_heads=8, mlp=3072, vocab=151936, tied=True,
-                  head_dim=128),
+    "dream": dict(family=DREAM, model_type="Dream", width=3584, layers=28, heads=28, kv_heads=4, mlp=18944,
+                  vocab=152064, tied=False),
+    "llada": dict(family=LLADA, model_type="llada", width=4096, layers=32, heads=32, kv_heads=32, mlp=12288,
+                  vocab=126464, tied=False),
+    "small": dict(family=SMALL, model_type="a2d-qwen3", width=1024, layers=28, heads=16, kv_heads=8, mlp=3072,
+                  vocab=151936, tied=True, head_dim=128),
 }
 # the share of the response that the longest window of four samples covers on average; tabom's window is fixed
 METHODS = {"sft on references": 0.8, "sft": 0.8, "dinfer": 0.6, "t3d": 0.8, "tabom": 0}
 PROMPT, LONGEST_PROMPT, WINDOW = 150, 250, 32
+DECODED = (256, 512, 768, 1024)                         # response tokens of the benchmarks
 MASK, EOS = 1, 2                                        # 0 is what decode.py and tabom.py pad with
 ASSUMPTIONS = """
 Estimated from the operations of one step of this code in bf16; not measured.
@@ -102,6 +113,7 @@ Estimated from the operations of one step of this code in bf16; not measured.
 * Training takes 5 epochs. "evaluate" decodes GSM8K's test questions: all 1,319 with the base and five adapters, for
   small the 400 of ./run.sh small with the base and two.
 * GB: weights, adapter, AdamW, the largest batch, 1 for CUDA. "too large": more than 95 % of the card.
+* --compile is assumed to join all elementwise kernels of a block that follow one another: at most that is saved.
 * Not counted: loading, data, communication between GPUs (one all-reduce of the adapter's gradient per step)."""
 
 
@@ -255,6 +267,7 @@ class Price(TorchDispatchMode):
         self.sums = Counter()
         self.live = {}                                   # {storage: bytes} of all that was used and still exists
         self.peak = 0
+        self.elementwise = {}                            # {storage: whether an elementwise kernel wrote it}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kernel, name, kwargs = op.overloadpacket, op.overloadpacket.__name__, kwargs or {}
@@ -277,6 +290,16 @@ class Price(TorchDispatchMode):
         if op.is_view or not tensors or "empty" in name or name == "_unsafe_view":
             return out
         sizes[0] *= READS.get(name, 1)
+        # what --compile could save: elementwise kernels in a row become one, and what lies between is never stored.
+        # Only blocks are compiled, so what is as wide as a vocabulary does not count
+        elementwise = torch.Tag.pointwise in op.tags or "layer_norm" in name
+        for x in tree_leaves(args):
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] < 100_000:
+                if elementwise and self.elementwise.get(x.untyped_storage()._cdata):
+                    self.sums["fusable"] += 2 * min(x.nbytes, x.untyped_storage().nbytes())
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elementwise[x.untyped_storage()._cdata] = elementwise
         flops = flop_registry[kernel](*args, **kwargs, out_val=out) if kernel in flop_registry else 0
         kind = "attention" if "attention" in name else "matmul"
         # below about 150 FLOPs per byte all these GPUs wait for their memory
@@ -338,6 +361,7 @@ def plan(args):
             stages.append((f"train {name} {flag}", 5 * math.ceil(count / B / args.gpus), price))
 
     for title, gpu in GPUS.items():
+        saved = {}
         rows = [["", "steps", "ms", "matmul", "attention", "traffic", "launches", "GB", "hours"]]
         for name, steps, price in stages:
             seconds = [price.sums[kind] / gpu[kind] / 1e12 for kind in ("matmul", "attention", "traffic")]
@@ -347,7 +371,22 @@ def plan(args):
             memory = price.peak / 1e9 + 1
             hours = steps * sum(seconds) / 3600 if memory < 0.95 * gpu["memory"] else "too large"
             rows.append([name, steps, 1000 * sum(seconds), *shares, memory, hours])
+            if name.strip() in ("decode the prompts", "train tabom"):
+                saved[name] = price.sums["fusable"] / gpu["traffic"] / 1e12 / sum(seconds)
         table(f"{args.plan} on {args.gpus} x {title}: {gpu}", rows)
+        print("--compile could save", ", ".join(f"{share:.0%} of {name.strip()}" for name, share in saved.items()))
+
+    # the logits of all rows are the largest tensor while decoding: whole canvas, by its length
+    rows = [["prompts per forward", *DECODED]]
+    for count in (16, 8, 4, 2):
+        cells = []
+        for length in DECODED:
+            s = make_settings(model.config, f"--length {length}")
+            with torch.no_grad():
+                price = price_step(partial(decode_step, model, s), shape, count, length, length, 1)
+            cells.append(price.peak / 1e9 + 1)
+        rows.append([str(count), *cells])
+    table("GB while decoding in one block, by response tokens", rows)
 
 # -----------------------------------------------------------------------------
 # measurements
@@ -439,6 +478,19 @@ def bench_start(quick):
         RESULTS[f"{name} --help, s"] = time.perf_counter() - start
 
 
+def bench_scoring(quick):
+    """Memory traffic of one step of one row beyond the model, in its own decoder: priced, not timed."""
+    for name in ("dream", "llada"):
+        config = make_model(MODELS[name], "meta").config
+        for N in (256, 512, 1024):
+            s = make_settings(config, f"--length {N}")
+            z = torch.empty(N // 2, config.vocab, dtype=torch.bfloat16, device="meta")   # half of it is decoded
+            price = Price()
+            with price, torch.no_grad():
+                decode.choose(z, 1, s, None)
+            RESULTS[f"scoring, {name}, {N} tokens: bytes per logit"] = price.sums["traffic"] / z.numel()
+
+
 def bench_plan(quick):
     """What --plan counts, against what torch counts and measures: one training step of small shapes in fp32."""
     for title, shape in measured_shapes(quick).items():
@@ -454,7 +506,7 @@ def bench_plan(quick):
 
 def main():
     parts = {"train": bench_train, "decode": bench_decode, "exact": bench_exact, "start": bench_start,
-             "plan": bench_plan}
+             "scoring": bench_scoring, "plan": bench_plan}
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="some parts")
