@@ -30,8 +30,8 @@ from model import entropy, load_model, load_tokenizer, read_config
 from tabom import View, collate, tabom_view
 from util import Parser, about_run, count, find_change, init_process_group, read_json, setup_device, stop, write_whole
 
-# how each benchmark is decoded: the paper's table; IFEval and --suppress-eos (LLaDA's two rules, which its authors use
-# for code) as released. Tokens are as many as steps; without a block there is one
+# How each benchmark is decoded: the paper's table, and IFEval as released. --suppress-eos are the two rules of LLaDA's
+# own code, for HumanEval and for MBPP. There are as many steps as tokens; where no block is named there is one
 BENCHMARKS = {
     "Dream": {"gsm8k": dict(length=256), "math500": dict(length=512), "mbpp": dict(length=1024),
               "humaneval": dict(length=768), "ifeval": dict(length=512)},
@@ -50,7 +50,7 @@ def flags():
     flag("--out", default="results", help="folder for the results")
     # what to measure
     flag("--prompts", nargs="*", default=[], help="prompts with answers; a file's stem names the domain")
-    flag("--limit", type=count, default=0, help="only the first prompts of each file")
+    flag("--limit", type=count, default=0, help="only the first prompts of each file or task")
     flag("--parallel", type=int, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
     flag("--tds", type=count, default=0, help="trajectories for TDS, of each file of --prompts or task of --tasks")
     flag("--order", help="held-out trajectories for the share of pairs in order")
@@ -154,17 +154,26 @@ def states(traj, eos_id):
 def tds(model, trajs, config, eos_id, batch_size) -> dict:
     """
     TDS(t), Eq. 11: the variance of the entropies of masked positions at step t, mean over trajectories. The paper does
-    not say how this curve becomes the one number of its table; ours is the mean over steps.
+    not say how this curve becomes the one number of its table; ours is the mean over steps. Every rank comes here, with
+    all trajectories, and does its share.
     """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     views, steps = [], []
     for traj in trajs:
         for step, view in states(traj, eos_id):
             if len(view.targets) >= 2:
                 views.append(view)
                 steps.append(step)
+    variance = torch.zeros(len(views))
+    mine = list(range(rank, len(views), world_size))
+    stats = token_stats(model, [views[n] for n in mine], config.mask_id, batch_size)
+    for n, (_, h) in zip(mine, stats, strict=True):
+        variance[n] = float(h.var())
+    if world_size > 1:
+        dist.all_reduce(variance)                        # a sum: the others have added zeros
     by_step = {}
-    for step, (_, h) in zip(steps, token_stats(model, views, config.mask_id, batch_size), strict=True):
-        by_step.setdefault(step, []).append(h.var())
+    for step, value in zip(steps, variance.tolist(), strict=True):
+        by_step.setdefault(step, []).append(value)
     curve = [float(np.mean(by_step[step])) if step in by_step else None for step in range(max(by_step) + 1)]
     return {"mean": float(np.mean([value for value in curve if value is not None])), "curve": curve}
 
@@ -201,14 +210,19 @@ def ce_by_ratio(model, trajs, config, end_ids, batch_size) -> dict:
 
 
 def read_pair(paths, config, tok, length, limit) -> dict:
-    """The two files of --ce, reduced to the prompts that both hold and whose own answer was not judged wrong."""
-    gt, sd = [load_trajectories(path, config, tok, everything=True, limit=limit, length=length, ordered=False)
-              for path in paths]
-    common = {str(traj.id) for traj in sd if traj.correct is not False} & {str(traj.id) for traj in gt}
+    """
+    The two files of --ce, reduced to the prompts that both hold and whose own answer was not judged wrong. Prompts are
+    compared, not ids: others number their records as they like. The limit is one of prompts, that is, of GT alone: own
+    answers are in the order in which they were finished.
+    """
+    gt = load_trajectories(paths[0], config, tok, everything=True, limit=limit, length=length, ordered=False)
+    sd = load_trajectories(paths[1], config, tok, everything=True, length=length, ordered=False)
+    common = {tuple(traj.prompt) for traj in sd if traj.correct is not False} & {tuple(traj.prompt) for traj in gt}
     if not common:
-        stop(f"--ce {paths[0]} {paths[1]}: have no id in common; give two files of the same prompts")
-    return {"ground truth": [traj for traj in gt if str(traj.id) in common],
-            "self-distilled": [traj for traj in sd if str(traj.id) in common]}
+        stop(f"--ce {paths[0]} {paths[1]}: share no prompt whose own answer is not wrong; give two files of the same "
+             f"prompts, or a larger --limit")
+    return {"ground truth": [traj for traj in gt if tuple(traj.prompt) in common],
+            "self-distilled": [traj for traj in sd if tuple(traj.prompt) in common]}
 
 # -----------------------------------------------------------------------------
 # lm-evaluation-harness
@@ -312,6 +326,12 @@ def run_benchmarks(lm, args, name, adapter) -> dict | None:
     from lm_eval.tasks import TaskManager
     # the harness's own tasks are many and slow to index
     manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
+    for task in args.tasks.split(","):
+        if task not in manager.all_tasks:
+            known = "lm-eval ls tasks lists all"
+            if args.task_path:
+                known = f"{args.task_path} holds {', '.join(manager.all_tasks[:20]) or 'none'}"
+            stop(f"--tasks {task}: is no task of the harness; {known}")
     lm.adapter, lm.texts, lm.tds = adapter, [], {}
     try:
         found = simple_evaluate(lm, tasks=args.tasks.split(","), num_fewshot=args.num_fewshot, limit=args.limit or None,
@@ -348,6 +368,8 @@ def name_adapters(args) -> dict:
             name, folder = "-".join(Path(text).resolve().parts[-2:]), text           # out/tabom/last: tabom-last
         if name in adapters:
             stop(f"--adapter {text}: the name {name} is taken; give each adapter its own, NAME=DIR")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            stop(f"--adapter {text}: holds no adapter_config.json; give a folder that tabom.py or peft has written")
         lora.read(folder)                                # a wrong folder is noticed before hours of measuring
         adapters[name] = folder
     return adapters

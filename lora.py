@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
@@ -128,8 +128,13 @@ def read(folder):
                 "lora_bias", "alora_invocation_tokens", "bias", "init_lora_weights"):
         if config.get(key) not in unset + allowed.get(key, []):
             stop(f"{config_path}: {key} is {config[key]!r}, which is not supported; train the adapter without it")
+    weights_path = Path(folder) / "adapter_model.safetensors"
+    try:
+        tensors = load_file(weights_path)
+    except (OSError, SafetensorError) as e:
+        stop(f"{weights_path}: cannot be read ({e}); download it again: git without git-lfs leaves a few lines of text")
     matrices = {}
-    for key, value in load_file(Path(folder) / "adapter_model.safetensors").items():
+    for key, value in tensors.items():
         path, _, kind = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B"):
             stop(f"{folder}: holds {key}, which is not supported; train the adapter with lora_A and lora_B only")

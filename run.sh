@@ -1,33 +1,47 @@
 #!/usr/bin/env bash
-# TABOM from start to end. Costs are for 2 CPU cores unless a GPU is named.
+# TABOM from start to end. Costs are for 2 CPU cores unless GPUs are named; those of GPUs are estimated, never measured.
 #   ./run.sh                the whole method on the embedded toy: about 6 minutes
 #   ./run.sh test           the tests: about 3 minutes
 #   ./run.sh bench          speed and memory as ratios: about 30 minutes
 #   ./run.sh study          the study of study/protocol.md, about 3 hours
 #   ./run.sh small          the method on a real model of 0.6B and GSM8K: about an hour on one GPU of 24 GB
-#   ./run.sh dream-math     one of the paper's experiments on 8 GPUs; also dream-code, llada-math, llada-code
-#   ./run.sh d3llm          an adapter of Dream-7B on published trajectories, without decoding, on 8 GPUs
-# With DRY_RUN=1 the last three only print their commands; `python study/bench.py --plan small` (or dream, llada) says
-# what they cost.
+#   ./run.sh dream-math     a main table of the paper, on 8 GPUs; also dream-code, llada-math, llada-code
+#   ./run.sh dream-math parallel    its other tables and figures; also components, grid, windows, tds, ce, best
+#   ./run.sh published DIR  scores the four adapters of the authors; DIR is checkpoints/ of their repository
+#   ./run.sh d3llm          an adapter of Dream-7B on published trajectories, without decoding: minutes on 8 GPUs
+# A command that was interrupted is repeated: what is finished stays. From `small` on, DRY_RUN=1 only prints the
+# commands; `python study/bench.py --plan small` (or dream, llada) says what they cost.
 set -euo pipefail
 cd "$(dirname "$0")"
 
 OUT=${OUT:-out}                 # everything is written here
 PYTHON=${PYTHON:-}              # the python of an environment that exists; empty: make .venv
-GPUS=${GPUS:-8}
 DRY_RUN=${DRY_RUN:-}
 
+# the real models
+GPUS=${GPUS:-8}                 # per node. Any 1, 2, 4, 8 or 16 in all train with the same global batch
+NNODES=${NNODES:-1}             # with more, start the same command on every node, with one OUT that all of them see
+HEAD=${HEAD:-HOST}              # the name of the first node
+MODEL=${MODEL:-}                # another checkpoint than the recipe's
+PROMPTS=${PROMPTS:-}            # other prompts, a .jsonl file with responses (SFT-GT trains on them)
+DATA=${DATA:-}                  # trajectories that exist, such as the authors' dream_prm12k.jsonl: nothing is decoded
+EPOCHS=${EPOCHS:-}              # which epochs' adapters are measured, such as "1 3"; empty: the last
+LIMIT=${LIMIT:-}                # only the first prompts of each data set and benchmark
+TASKS=${TASKS:-}                # a folder of harness tasks to use instead of lm-evaluation-harness's own
+RUN_UNSAFE_CODE=${RUN_UNSAFE_CODE:-}    # 1: HumanEval and MBPP may execute what a model wrote
+DECODE=${DECODE:-}              # more flags for decode.py,
+TRAIN=${TRAIN:-}                # tabom.py
+MEASURE=${MEASURE:-}            # and eval.py
+
 # ./run.sh small
-SMALL_MODEL=${SMALL_MODEL:-dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1}
-SMALL_DATA=${SMALL_DATA:-gsm8k}                     # prompts to decode and train on
-SMALL_PROMPTS=${SMALL_PROMPTS:-1000}                # how many
-SMALL_TEST_DATA=${SMALL_TEST_DATA:-gsm8k-test}      # questions to measure by
-SMALL_TEST=${SMALL_TEST:-400}
-SMALL_LENGTH=${SMALL_LENGTH:-256}                   # response tokens
-SMALL_BLOCK=${SMALL_BLOCK:-32}
-SMALL_METHODS=${SMALL_METHODS:-sft tabom}           # of sft, dinfer, t3d, tabom
-SMALL_EPOCHS=${SMALL_EPOCHS:-5}
-SMALL_TRAIN=${SMALL_TRAIN:-}                        # more flags for tabom.py
+METHODS=${METHODS:-sft tabom}                       # of sft, dinfer, t3d, tabom
+TEST_PROMPTS=${TEST_PROMPTS:-gsm8k-test}            # questions to measure by
+TEST_LIMIT=${TEST_LIMIT:-400}
+
+refuse() {                      # a mistake: one line with the remedy
+    echo "$*" >&2
+    exit 2
+}
 
 environment() {                 # two minutes the first time, and again when the requirements change
     if [ -z "$PYTHON" ]; then
@@ -115,73 +129,167 @@ study() {                       # resumable; results go to study/results
 # ---------------------------------------------------------------- a small real model
 
 small() {
-    local d=$OUT/small method adapters=() models
-    models=$(($(wc -w <<< "$SMALL_METHODS") + 1))
-    local answers=$((SMALL_PROMPTS + models * SMALL_TEST))
+    local d=$OUT/small model=${MODEL:-dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1} limit=${LIMIT:-1000} method adapters=""
+    local answers=$((limit + ($(wc -w <<< "$METHODS") + 1) * TEST_LIMIT))
     local gpu='import torch; raise SystemExit(not (torch.cuda.is_available() or torch.backends.mps.is_available()))'
     if [ -z "$DRY_RUN${SMALL_CPU:-}" ] && ! "$PYTHON" -c "$gpu"; then
-        echo "no GPU: $answers answers take about $((answers * SMALL_LENGTH / 1280)) hours on 2 CPU cores;" \
-            "SMALL_CPU=1 runs it all the same, SMALL_PROMPTS, SMALL_TEST and SMALL_LENGTH make it smaller" >&2
-        exit 2
+        refuse "no GPU: $answers answers of 256 tokens take about $((answers / 5)) hours on 2 CPU cores; SMALL_CPU=1" \
+            "runs it all the same, LIMIT=20 TEST_LIMIT=20 DECODE='--length 64' make it smaller"
     fi
-    local decode="--length $SMALL_LENGTH --block $SMALL_BLOCK"
-    run "$PYTHON" decode.py --model "$SMALL_MODEL" --prompts "$SMALL_DATA" --limit $SMALL_PROMPTS $decode \
-        --out "$d/traj.jsonl"
-    for method in $SMALL_METHODS; do
-        run "$PYTHON" tabom.py --model "$SMALL_MODEL" --out "$d/$method" --resume --method $method \
-            --epochs $SMALL_EPOCHS --data "$d/traj.jsonl" $SMALL_TRAIN
-        adapters+=("$method=$d/$method/last")
+    run "$PYTHON" decode.py --model "$model" --prompts "${PROMPTS:-gsm8k}" --limit $limit --out "$d/traj.jsonl" $DECODE
+    for method in $METHODS; do
+        run "$PYTHON" tabom.py --model "$model" --data "$d/traj.jsonl" --method $method --out "$d/$method" --resume $TRAIN
+        adapters+=" $method=$d/$method/last"
     done
-    run "$PYTHON" eval.py --model "$SMALL_MODEL" --adapter "${adapters[@]}" --prompts "$SMALL_TEST_DATA" \
-        --limit $SMALL_TEST $decode --tds 32 --out "$d/results"
+    run "$PYTHON" eval.py --model "$model" --adapter $adapters --prompts "$TEST_PROMPTS" --limit $TEST_LIMIT --tds 32 \
+        --out "$d/results" $DECODE $MEASURE
 }
 
 # ---------------------------------------------------------------- the paper's experiments
 
-paper() {                       # paper dream|llada math|code: from the data set's name to the benchmarks
-    local model prompts limit flags block="" token="" d=$OUT/$1-$2
-    local accum=$((GPUS < 8 ? 8 / GPUS : 1))        # 1, 2, 4 and 8 GPUs have the same global batch, 32
-    case $1-$2 in               # as released
-        dream-math) flags="--lam 1 --gamma 0.1" ;;
-        dream-code) flags="--lam 2 --gamma 0.1 --lr 1e-4 --cut non-ltr --grad-accum $((2 * accum))" ;;
-        llada-math) flags="--lam 1 --gamma 0.2" ;;
-        llada-code) flags="--lam 1 --gamma 0.3" ;;
+launcher() {                    # what starts a script on all GPUs
+    local nodes=""
+    if [ "$NNODES" -gt 1 ]; then
+        [ -n "$DRY_RUN" ] || [ "$HEAD" != HOST ] || refuse "NNODES=$NNODES: give the first node's name, HEAD=NAME"
+        nodes="--nnodes $NNODES --rdzv_backend c10d --rdzv_endpoint $HEAD:29400"
+    fi
+    echo "$PYTHON -m torch.distributed.run $nodes --nproc_per_node $GPUS"
+}
+
+batch() {                       # batch 32: flags of tabom.py for this global batch, at most 4 samples at once per GPU
+    local all=$((GPUS * NNODES)) size
+    size=$(($1 / all < 4 ? $1 / all : 4))
+    [ $size -gt 0 ] && [ $(($1 % (size * all))) = 0 ] ||
+        refuse "GPUS=$GPUS NNODES=$NNODES: $all GPUs cannot share a batch of $1; give 1, 2, 4, 8 or 16 in all"
+    echo "--batch-size $size --grad-accum $(($1 / (size * all)))"
+}
+
+adapter() {                     # adapter NAME: trains it, 1 to 3 minutes on 8 H100 (estimated); variables are paper's
+    local flags size lam gamma
+    case $1 in
+        # what TABOM is compared with has the paper's common settings, which are the defaults
+        sft-gt)      size=32 flags="--data $prompts --limit $first --method sft" ;;
+        sft-sd)      size=32 flags="--data $data $kept --method sft" ;;
+        dinfer|t3d)  size=32 flags="--data $data $kept --method $1" ;;
+        # TABOM has the recipe's, as released
+        *)           size=$global flags="--data $data $kept $released" ;;
     esac
     case $1 in
-        dream) model=Dream-org/Dream-v0-Instruct-7B token="--greedy" ;;
-        llada) model=GSAI-ML/LLaDA-8B-Instruct block="--block 32" ;;
+        global-ce)   flags+=" --window 0 --lam 0" ;;
+        global)      flags+=" --window 0" ;;
+        ce)          flags+=" --lam 0" ;;
+        window-*)    flags+=" --window ${1#window-}" ;;
+        lam-*)       IFS=- read -r _ lam _ gamma <<< "$1"
+                     flags+=" --lam $lam --gamma $gamma" ;;
     esac
-    case $2 in math) prompts=MixChain-Z-PRM12K limit=0 ;; code) prompts=Ling-Coder-SFT limit=17000 ;; esac
-    local torchrun="$PYTHON -m torch.distributed.run --nproc_per_node $GPUS"
+    size=$(batch $size)
+    run $launch tabom.py --model $model --out "$d/$1" --resume $size $flags $TRAIN
+}
 
-    # decode as released: the whole canvas, ties to the leftmost; then train by each method, baselines as in the paper
-    run $torchrun decode.py --model $model --prompts $prompts --limit $limit $block --whole --ties position \
-        --out "$d/traj.jsonl"
-    local train="$torchrun tabom.py --model $model --resume --grad-accum $accum"
-    run $train --out "$d/sft-gt" --method sft --data $prompts --limit $limit
-    run $train --out "$d/sft-sd" --method sft --data "$d/traj.jsonl"
-    run $train --out "$d/dinfer" --method dinfer --data "$d/traj.jsonl"
-    run $train --out "$d/t3d" --method t3d --data "$d/traj.jsonl"
-    run $train --out "$d/tabom" $flags --data "$d/traj.jsonl"
+# paper RECIPE WORD [ADAPTER]: from the data set's name to the table. Every benchmark has a folder for its results, so
+# that what was measured for one table is found again for the next.
+paper() {
+    local d=$OUT/$1 launch model own="" prompts first blocks="" released kept="" global=32
+    case $1 in
+        dream-*) model=Dream-org/Dream-v0-Instruct-7B own="--greedy" ;;
+        llada-*) model=GSAI-ML/LLaDA-8B-Instruct blocks="--block 32" ;;
+    esac
+    case $1 in
+        *-math) prompts=MixChain-Z-PRM12K first=0 ;;
+        *-code) prompts=Ling-Coder-SFT first=17000 ;;
+    esac
+    case $1 in                  # as released; kept: records by the decoder that made them
+        dream-math) released="--lam 1 --gamma 0.1" kept="--decoded-by entropy" ;;
+        dream-code) released="--lam 2 --gamma 0.1 --lr 1e-4 --cut non-ltr" global=64 ;;
+        llada-math) released="--lam 1 --gamma 0.2" kept="--decoded-by entropy default credit" ;;
+        llada-code) released="--lam 1 --gamma 0.3" kept="--decoded-by default" ;;
+    esac
+    model=${MODEL:-$model} prompts=${PROMPTS:-$prompts} first=${LIMIT:-$first}
+    local data=${DATA:-$d/traj.jsonl}
 
-    # measure the base and the last epoch of each
-    local measure="$torchrun eval.py --model $model --ties position $token --adapter" method
-    for method in sft-gt sft-sd dinfer t3d tabom; do
-        measure+=" $method=$d/$method/last"
-    done
-    run $measure --tasks gsm8k_cot,minerva_math500,ifeval --out "$d/results"
-    run $measure --tasks gsm8k_cot --tokens-per-step 2 --out "$d/results-2-per-step"
-    run $measure --prompts gsm8k-test --limit 256 --tds 64 --out "$d/tds"
-    # these two run what the model wrote, inside the harness, so they need your consent: RUN_UNSAFE_CODE=1
-    if [ -n "$DRY_RUN${RUN_UNSAFE_CODE:-}" ]; then
-        run env HF_ALLOW_CODE_EVAL=1 $measure --tasks humaneval_instruct,mbpp_instruct --confirm-run-unsafe-code \
-            --out "$d/results-code"
+    # per table: adapters, benchmarks, folder of the results, flags of eval.py, questions. Hours of measuring are for
+    # Dream on 8 H100 if no answer ended early (estimated)
+    local names="" tasks="gsm8k_cot minerva_math500 humaneval_instruct mbpp_instruct" folder=results flags=""
+    local questions=${LIMIT:-0} epochs=${EPOCHS:-last} methods="sft-gt sft-sd dinfer t3d tabom"
+    case $2 in
+        main)        names=$methods tasks+=" ifeval" ;;                                             # 7 hours
+        best)        names=$methods tasks+=" ifeval" epochs=${EPOCHS:-1 2 3 4 5} ;;                 # 30 hours
+        parallel)    names=$methods folder=parallel flags="--tokens-per-step 2" ;;                  # 3 hours
+        components)  names="sft-sd global-ce global ce tabom" ;;                                    # 5 hours
+        grid)        names=$(echo lam-{1,2}-gamma-{0.1,0.2,0.3}) tasks="gsm8k_cot" ;;               # 1 hour
+        windows)     names="window-16 tabom window-48 window-64 window-256"
+                     tasks="gsm8k_cot humaneval_instruct" ;;                                        # 2 hours
+        tds)         names="sft-sd tabom" folder=tds flags="--tds 64 --whole" questions=${LIMIT:-64} ;;   # 2 hours
+        ce)          tasks="" questions=${LIMIT:-1000} ;;                                           # 1 hour, 1 GPU
+        published)   tasks+=" ifeval" ;;                                                            # 2 hours
+        *) refuse "./run.sh $1 $2: unknown; it takes parallel, components, grid, windows, tds, ce, best or nothing" ;;
+    esac
+    if [ -n "$TASKS" ] && [ -z "$(find "$TASKS" -name '*.yaml' 2> /dev/null)" ]; then
+        refuse "TASKS=$TASKS: holds no task; give a folder with one .yaml file for each of $tasks"
     fi
+    batch $global > /dev/null   # a number of GPUs that does not fit is noticed before hours of decoding
+    environment
+    launch=$(launcher)
+
+    # the base's own answers, as released: the whole canvas, ties to the leftmost. 1.2 hours on 8 H100 (estimated)
+    if [ -z "$DATA" ] && [ $2 != published ]; then
+        run $launch decode.py --model $model --prompts $prompts --limit $first $blocks --whole --ties position \
+            --out "$data" $DECODE
+    fi
+    local name epoch folders=""
+    for name in $names; do
+        adapter $name
+        for epoch in $epochs; do
+            case $epoch in
+                last) folders+=" $name=$d/$name/last" ;;
+                *) folders+=" $name-epoch-$epoch=$d/$name/epoch-$epoch" ;;
+            esac
+        done
+    done
+    [ $2 != published ] || folders="published=$3"
+    for name in $folders; do
+        [ -n "$DRY_RUN" ] || [ -e "${name#*=}/adapter_config.json" ] ||
+            refuse "${name#*=}: holds no adapter; EPOCHS names epochs that were trained, 1 to 5 without TRAIN"
+    done
+
+    # the base and the adapters, one benchmark after the other
+    local task before agree
+    for task in $tasks; do
+        before="" agree=""
+        case $task in humaneval*|mbpp*)
+            if [ -z "$RUN_UNSAFE_CODE$DRY_RUN" ]; then
+                echo "$task: left out, it executes what a model wrote; RUN_UNSAFE_CODE=1 allows it" >&2
+                continue
+            fi
+            before="env HF_ALLOW_CODE_EVAL=1" agree="--confirm-run-unsafe-code" ;;
+        esac
+        run $before $launch eval.py --model $model --ties position $own --tasks $task ${TASKS:+--task-path "$TASKS"} \
+            --limit $questions $flags $agree --adapter $folders --out "$d/$folder/$task" $MEASURE
+    done
+    if [ $2 = ce ]; then        # of reference answers and of own answers to the same prompts, under the base
+        run "$PYTHON" eval.py --model $model --ce $prompts "$data" --limit $questions --out "$d/ce" $MEASURE
+    fi
+    run "$PYTHON" study/report.py paper "$d"
+}
+
+published() {                   # published DIR: 9 hours of measuring on 8 H100 (estimated)
+    local pair
+    [ -n "$1" ] || refuse "./run.sh published DIR: give checkpoints/ of the authors' repository"
+    for pair in dream-math=dream_prm12k dream-code=dream_ling_coder llada-math=llada_prm12k \
+            llada-code=llada_ling_coder; do
+        [ -n "$DRY_RUN" ] || [ -e "$1/${pair#*=}/adapter_config.json" ] ||
+            refuse "$1/${pair#*=}: holds no adapter; give checkpoints/ of the authors' repository"
+        paper ${pair%=*} published "$1/${pair#*=}"
+    done
 }
 
 d3llm() {                       # from nothing to an adapter of Dream-7B on published trajectories, without decoding
-    run "$PYTHON" -m torch.distributed.run --nproc_per_node $GPUS tabom.py --model Dream-org/Dream-v0-Instruct-7B \
-        --resume --data d3LLM/trajectory_data_dream_32 --limit 5000 --out "$OUT/d3llm"
+    local size launch
+    size=$(batch 32)
+    environment
+    launch=$(launcher)
+    run $launch tabom.py --model ${MODEL:-Dream-org/Dream-v0-Instruct-7B} --resume $size \
+        --data ${DATA:-d3LLM/trajectory_data_dream_32} --limit ${LIMIT:-5000} --out "$OUT/d3llm" $TRAIN
 }
 
 # ----------------------------------------------------------------
@@ -198,7 +306,8 @@ case ${1:-toy} in
     study) environment; study ;;
     test) environment; tests "${@:2}" ;;
     bench) environment; "$PYTHON" study/bench.py "${@:2}" ;;
-    d3llm) environment; d3llm ;;
-    dream-math|dream-code|llada-math|llada-code) environment; paper "${1%-*}" "${1#*-}" ;;
-    *) echo "$1: unknown; the first lines of run.sh list what there is" >&2; exit 2 ;;
+    dream-math|dream-code|llada-math|llada-code) paper "$1" "${2:-main}" ;;
+    published) published "${2:-}" ;;
+    d3llm) d3llm ;;
+    *) refuse "./run.sh $1: unknown; the first lines of run.sh list what there is" ;;
 esac

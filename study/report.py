@@ -3,6 +3,7 @@ Tables and pictures of what eval.py has measured.
 
 $ python study/report.py demo out/toy                   # the last screen of ./run.sh
 $ python study/report.py study                          # study/report.md and the pictures, from study/results
+$ python study/report.py paper out/dream-math           # the paper's tables beside ours, and its figures
 $ python study/report.py curves RESULTS                 # tds.png and ce.png of a results folder
 $ python study/report.py map traj.jsonl map.png         # the first decoding of a file, position x step
 """
@@ -356,10 +357,131 @@ def study() -> str:
     text += ["**The swap**, points over the base; \"own\" is the adapter's\n", table(head, rows)]
     return "\n".join(text)
 
+# -----------------------------------------------------------------------------
+# the paper's tables, as its four recipes (./run.sh dream-math ...) measure them again
+
+PAPER = json.loads((Path(__file__).parent / "paper.json").read_text())
+
+
+def find_score(folder: Path, task: str, name: str):
+    """
+    (our value, its standard error) of one adapter on one benchmark, None where it was not run, or what is wrong.
+    Per cent with the binomial error; TDS has no error.
+    """
+    path = folder / task / f"{name}.json"
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    if folder.name == "tds":
+        return result["tds"][task]["mean"], None
+    scores, metric = result["tasks"][task], PAPER["benchmarks"][task]["metric"]
+    for key, share in scores.items():
+        if key == metric or key.startswith(f"{metric},"):            # the harness adds the filter's name
+            return 100 * share, 100 * sqrt(share * (1 - share) / scores["sample_len"])
+    return "other metric"
+
+
+def average_score(scores: list):
+    """The mean of several scores, and its error; None unless all were run."""
+    if not all(isinstance(score, tuple) for score in scores):
+        return None
+    return mean(value for value, _ in scores), sqrt(sum(error ** 2 for _, error in scores)) / len(scores)
+
+
+def paper_cell(printed: float, ours, digits: int) -> str:
+    """Paper, ours, difference with our error; digits: of the paper's numbers."""
+    cell = f"{printed:5.{digits}f} "
+    if not isinstance(ours, tuple):
+        return cell + f"{ours or 'not run':>16}"
+    value, error = ours
+    if error is None:
+        return cell + f"{value:5.{digits}f} {value - printed:+10.{digits}f}"
+    return cell + f"{value:5.1f} {value - printed:+5.1f} ±{error:3.1f}"
+
+
+def best_epoch(folder: Path, tasks: list, name: str):
+    """The epoch with the best mean over these benchmarks, of those that ./run.sh ... best has measured; or None."""
+    found = {}
+    for path in folder.glob(f"{tasks[0]}/{name}-epoch-*.json"):
+        score = average_score([find_score(folder, task, path.stem) for task in tasks])
+        if score:
+            found[path.stem] = score[0]
+    return max(found, key=found.get, default=None)
+
+
+def paper_table(table: dict, out: Path) -> str:
+    """One table of the paper, a block of lines for each of its groups of columns."""
+    folder, digits = out / table["folder"], 3 if table["folder"] == "tds" else 2
+    tasks = [task for group in table["groups"].values() for task in group]
+    # (title, name of the result, {benchmark: the paper's number}); what is measured besides follows its row
+    rows = []
+    for title, name, *printed in table["rows"]:
+        printed = dict(zip(tasks, printed, strict=True))
+        rows.append((title, name, printed))
+        best = best_epoch(folder, next(iter(table["groups"].values())), name)
+        if best:
+            rows.append((f"  {best.removeprefix(name + '-')}, best", best, printed))
+        if name == "tabom" and len(table["groups"]) > 1 and (folder / tasks[0] / "published.json").exists():
+            rows.append(("  their adapter", "published", printed))
+    lines = [f"{table['label']}: {table['title']}"]
+    for group, columns in table["groups"].items():
+        heads = [PAPER["benchmarks"][task]["name"] for task in columns]
+        if group:
+            heads.append("average")
+        lines.append(f"{group:18}" + "".join(f"{head:24}" for head in heads).rstrip())
+        lines.append(" " * 18 + " ".join(["paper  ours  difference"] * len(heads)))
+        for title, name, printed in rows:
+            scores = [find_score(folder, task, name) for task in columns]
+            cells = [paper_cell(printed[task], score, digits) for task, score in zip(columns, scores, strict=True)]
+            if group:
+                cells.append(paper_cell(mean(printed[task] for task in columns), average_score(scores), digits))
+            lines.append(f"{title:18}" + "".join(f"{cell:24}" for cell in cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def draw_paper_tds(folder: Path, path: Path):
+    """The paper's figure of TDS along the decoding, a panel for each benchmark that was measured."""
+    tasks = [task for task in PAPER["benchmarks"] if (folder / task).is_dir()]
+    figure, panels = pyplot().subplots(1, len(tasks), figsize=(4 * len(tasks), 3.4), dpi=130, layout="constrained",
+                                       squeeze=False)
+    for panel, task in zip(panels[0], tasks, strict=True):
+        for file in sorted((folder / task).glob("*.json")):
+            curve = json.loads(file.read_text())["tds"][task]["curve"]
+            panel.plot([x if x is not None else float("nan") for x in curve], linewidth=1.4,
+                       label=METHODS.get(file.stem, file.stem), color=COLOURS.get(file.stem))
+        panel.set(title=PAPER["benchmarks"][task]["name"], xlabel="decoding step")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("TDS (nats²)")
+    panels[0][-1].legend(frameon=False)
+    figure.savefig(path)
+    print(f"picture: {path}")
+
+
+def paper(out: Path):
+    """Every table and figure of the paper that the recipe of this folder makes."""
+    tables = [table for table in PAPER["tables"] if out.name in table["recipes"]]
+    if not tables:
+        known = sorted({recipe for table in PAPER["tables"] for recipe in table["recipes"]})
+        print(f"{out}: is no recipe's folder; give OUT/NAME, NAME one of {', '.join(known)}", file=sys.stderr)
+        raise SystemExit(2)
+    print("Per cent right, ours with its binomial error; TDS in nats². The paper prints the best of several epochs.\n"
+          "Ours is the last one, and the best one too where `./run.sh RECIPE best` has measured them.\n")
+    for table in tables:
+        print(paper_table(table, out))
+    print("Tasks and metrics of lm-evaluation-harness:")
+    for task, benchmark in PAPER["benchmarks"].items():
+        print(f"  {benchmark['name']:10} {task}, {benchmark['metric']}")
+    if (out / "tds").is_dir():
+        draw_paper_tds(out / "tds", out / "tds.png")
+    if (out / "ce").is_dir():
+        draw_curves(out / "ce")
+
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["demo"] and len(sys.argv) == 3:
         demo(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["paper"] and len(sys.argv) == 3:
+        paper(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["curves"] and len(sys.argv) == 3:
         draw_curves(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["map"] and len(sys.argv) == 4:

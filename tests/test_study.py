@@ -1,6 +1,5 @@
-"""The toy, the study's report, the benchmark, the recipes, and README's forks."""
+"""The toy, the study's report, the benchmark, and README's forks."""
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,13 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import bench
 import decode
-import eval as evaluate
 import model as models
 import report
-import tabom
 import toy
 from data import text_of
-from tests.tiny import CHILD, HERE, config_of, load, plain_logits, read_lines, write_lines
+from tests.tiny import HERE, config_of, load, plain_logits, write_lines
 
 
 def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
@@ -110,45 +107,6 @@ def test_plan_prices_every_stage(monkeypatch, capsys):
         assert f"small on 1 x {gpu}" in printed
     for stage in ("decode the prompts", "train tabom", "train t3d --grad-checkpoint"):
         assert printed.count(stage) >= 3
-
-
-def test_recipes_print_commands_whose_flags_exist():
-    """DRY_RUN=1 ./run.sh dream-math and the others: every flag of every printed command is known to its script."""
-    parsers = {"decode.py": decode.flags().parse_args, "tabom.py": tabom.parse_args, "eval.py": evaluate.parse_args}
-    for recipe in ("small", "d3llm", "dream-math", "dream-code", "llada-math", "llada-code"):
-        env = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
-        done = subprocess.run(["./run.sh", recipe], cwd=HERE, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        commands = [line.split() for line in done.stderr.splitlines() if line.startswith("+ ")]
-        assert len(commands) >= {"small": 4, "d3llm": 1}.get(recipe, 10)
-        for words in commands:
-            script = next(word for word in words if word in parsers)
-            parsers[script](words[words.index(script) + 1:])
-
-
-def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tmp_path, command):
-    """Every stage of ./run.sh small by its own commands, on a random model."""
-    family, rows = "a2d-qwen3", [dict(id=n, prompt=f"{n}+1", answer=str(n + 1)) for n in range(6)]
-    prompts, d = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "out" / "small"
-    env = CHILD | dict(PYTHON=sys.executable, OUT=str(tmp_path / "out"), SMALL_MODEL=folders[family], SMALL_CPU="1",
-                       SMALL_DATA=prompts, SMALL_TEST_DATA=prompts, SMALL_PROMPTS="6", SMALL_TEST="3",
-                       SMALL_LENGTH="16", SMALL_BLOCK="8", SMALL_EPOCHS="3", SMALL_TRAIN="--all --window 4 --lr 0.01")
-    done = subprocess.run(["./run.sh", "small"], cwd=HERE, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {r["decode"]["block"] for r in read_lines(d / "traj.jsonl")} == {8}
-    for name in ("base", "sft", "tabom"):
-        result = json.loads((d / "results" / f"{name}.json").read_text())
-        assert result["accuracy"]["p/1"]["n"] == 3 and result["tds"]["p"]["mean"] > 0
-    # the merged checkpoint decodes as the adapter does
-    adapter, merged = d / "tabom" / "last", tmp_path / "merged"
-    flags = f"--model {folders[family]} --adapter {adapter} --out {merged}"
-    subprocess.run([sys.executable, "lora.py", *flags.split()], cwd=HERE, env=CHILD, check=True)
-    decode_flags = f"--prompts {prompts} --length 16 --block 8"
-    command(decode, f"--model {folders[family]} --adapter {adapter} {decode_flags} --out {tmp_path}/a.jsonl")
-    command(decode, f"--model {merged} {decode_flags} --out {tmp_path}/m.jsonl")
-    a, m, base = (sorted((r["id"], r["response_token_ids"]) for r in read_lines(file))
-                  for file in (tmp_path / "a.jsonl", tmp_path / "m.jsonl", d / "traj.jsonl"))
-    assert a == m != base
 
 
 def readme_fork(number, folder):
