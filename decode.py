@@ -512,6 +512,10 @@ def main():
     shards = [prompts[i:i + size] for i in range(0, len(prompts), size)][rank::world_size]
     shards = [shard for shard in shards if any(id not in done for id, _ in shard)]
 
+    if not shards:
+        print(f"rank {rank}: nothing is left to decode; {len(done)} responses were there before", flush=True)
+        return
+
     # the model, with an adapter if one is given
     model = load_model(config, device, dtype)
     if args.adapter:

@@ -143,8 +143,9 @@ def test_harness_answers_depend_on_the_question_alone(folders):
     ("minerva_math500", "llada", "", (512, 64, None)), ("mbpp_instruct", "llada", "", (256, 0, "confidence")),
     ("humaneval_instruct", "llada", "", (512, 0, "logits")), ("gsm8k", "llada", "--length 16", (16, 8, None)),
     ("gsm8k", "llada", "--length 16 --block 4 --suppress-eos logits", (16, 4, "logits")),
-    ("mine", "llada", "", (6, 0, None))])
+    ("ifeval", "llada", "", (512, 0, None)), ("mine", "llada", "", (6, 0, None))])
 def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want, folders):
     lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], "--tasks", task, *flags.split()]))
     args = lm.task_args(task, own_length=6)
     assert (args.length, args.block, args.suppress_eos) == want
+    assert args.score == ("entropy" if (task, family) == ("ifeval", "llada") else None)
