@@ -219,7 +219,7 @@ paper() {
         grid)        names=$(echo lam-{1,2}-gamma-{0.1,0.2,0.3}) tasks="gsm8k_cot" ;;               # 1 hour
         windows)     names="window-16 tabom window-48 window-64 window-256"
                      tasks="gsm8k_cot humaneval_instruct" ;;                                        # 2 hours
-        tds)         names="sft-sd tabom" folder=tds flags="--tds 64 --whole" questions=${LIMIT:-64} ;;   # 2 hours
+        tds)         names="sft-sd tabom" folder=tds flags="--tds 64 --whole" questions=${LIMIT:-64} ;;   # 1 hour
         ce)          tasks="" questions=${LIMIT:-1000} ;;                                           # 1 hour, 1 GPU
         published)   tasks+=" ifeval" ;;                                                            # 2 hours
         *) refuse "./run.sh $1 $2: unknown; it takes parallel, components, grid, windows, tds, ce, best or nothing" ;;
