@@ -442,13 +442,14 @@ def paper_table(table: dict, out: Path) -> str:
 def draw_paper_tds(folder: Path, path: Path):
     """The paper's figure of TDS along the decoding, a panel for each benchmark that was measured."""
     tasks = [task for task in PAPER["benchmarks"] if (folder / task).is_dir()]
+    titles = {"base": "Base", "sft-sd": "SFT-SD", "tabom": "TABOM"}
     figure, panels = pyplot().subplots(1, len(tasks), figsize=(4 * len(tasks), 3.4), dpi=130, layout="constrained",
                                        squeeze=False)
     for panel, task in zip(panels[0], tasks, strict=True):
         for file in sorted((folder / task).glob("*.json")):
             curve = json.loads(file.read_text())["tds"][task]["curve"]
             panel.plot([x if x is not None else float("nan") for x in curve], linewidth=1.4,
-                       label=METHODS.get(file.stem, file.stem), color=COLOURS.get(file.stem))
+                       label=titles.get(file.stem, file.stem))
         panel.set(title=PAPER["benchmarks"][task]["name"], xlabel="decoding step")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("TDS (nats²)")
