@@ -33,7 +33,17 @@ import torch.nn.functional as F
 import lora
 from data import Trajectory, first_end, judge, parse_line, prompt_ids, read_item, read_prompts, text_of
 from model import entropy, left_pad, load_model, load_tokenizer, read_config
-from util import Bar, Parser, amount, count, find_change, setup_device, stop
+from util import (
+    Bar,
+    Parser,
+    all_ranks_agree,
+    amount,
+    count,
+    find_change,
+    naming_lost_ranks,
+    setup_device,
+    stop,
+)
 
 # -----------------------------------------------------------------------------
 # settings
@@ -367,6 +377,8 @@ def decode_all(model, tok, config, items, s, batch_size, label, token_model=None
     """All items, decoded and judged, in their order. Every rank decodes its share, and gets the others' too."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     prompts = encode_prompts(items, tok, config, s)
+    if world_size > 1:
+        all_ranks_agree("cpu", checksum_of_prompts=crc32(repr((s, prompts)).encode()))
     trajs = {id: new_trajectory(id, prompt, s) for id, prompt in prompts}
     mine = sorted(prompts, key=lambda prompt: len(prompt[1]))[rank::world_size]
     bar = Bar(len(mine), label)
@@ -380,7 +392,8 @@ def decode_all(model, tok, config, items, s, batch_size, label, token_model=None
         for name in ("response", "step", "entropy", "confidence"):
             table = np.stack([getattr(traj, name) for traj in trajs])                        # (items, N)
             table[[traj.id in others for traj in trajs]] = 0
-            dist.all_reduce(torch.from_numpy(table))     # in place
+            with naming_lost_ranks():
+                dist.all_reduce(torch.from_numpy(table))             # in place
             for traj, row in zip(trajs, table, strict=True):
                 setattr(traj, name, row)
     for traj, item in zip(trajs, items, strict=True):

@@ -13,6 +13,7 @@ adapter's weights are others now. "base" is the model without an adapter. study/
 """
 import importlib.util
 import json
+import os
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -28,7 +29,19 @@ from data import first_end, load_trajectories, read_prompts, text_of
 from decode import decode_all, decoding_flags, make_record, make_settings, record_head
 from model import entropy, load_model, load_tokenizer, read_config
 from tabom import View, collate, tabom_view
-from util import Parser, about_run, count, find_change, init_process_group, read_json, setup_device, stop, write_whole
+from util import (
+    Parser,
+    about_run,
+    all_ranks_agree,
+    count,
+    find_change,
+    init_process_group,
+    naming_lost_ranks,
+    read_json,
+    setup_device,
+    stop,
+    write_whole,
+)
 
 # How each benchmark is decoded: the paper's table, and IFEval as released. --suppress-eos are the two rules of LLaDA's
 # own code, for HumanEval and for MBPP. There are as many steps as tokens; where no block is named there is one
@@ -427,7 +440,7 @@ def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
             result["accuracy"][key] = accuracy(trajs)
             if args.swap and name != "base":
                 result["swap"][key] = swap(model, tok, config, items, s, args.batch_size)
-            if args.keep:
+            if args.keep and os.environ.get("RANK", "0") == "0":
                 head = record_head(config, s, tok, dtype, args.adapter)
                 records = [make_record(traj, item, tok, head) for traj, item in zip(trajs, items, strict=True)]
                 write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
@@ -460,8 +473,11 @@ def main():
         if results[name] and rank == 0:
             print(f"{out}/{name}.json: measured before", flush=True)
             show(name, results[name])
-    if world_size > 1:
-        dist.barrier()                                   # all ranks have looked before rank 0 writes
+    if world_size > 1:                                   # all have looked before rank 0 writes
+        weights = {name: checksum(folder) for name, folder in adapters.items()}
+        found = [name for name, result in results.items() if result]
+        all_ranks_agree("cpu", checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(found),
+                        checksum_of_adapters=crc32(repr((weights, found)).encode()))
     if all(results.values()):
         return
 
@@ -501,5 +517,6 @@ def main():
 if __name__ == "__main__":
     main()
     if dist.is_initialized():
-        dist.barrier()
+        with naming_lost_ranks():
+            dist.barrier()
         dist.destroy_process_group()                     # its threads may abort an interpreter that just ends

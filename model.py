@@ -284,7 +284,8 @@ def load_model(config: Config, device="cpu", dtype=torch.float32) -> Model:
     our_name = {hub_name(name, config.family): name for name in model.state_dict()}
     state = {}
     for file in weight_files(config):
-        with safe_open(file, "pt", device=str(device)) as f:
+        # read, not mapped: mapping is slow on network disks, and slower with one process per GPU
+        with safe_open(file, "pt", device=str(device), backend="pread") as f:
             for key in f.keys():
                 state[our_name.get(key, key)] = f.get_tensor(key).to(dtype)
     if config.tied:

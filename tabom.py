@@ -29,6 +29,7 @@ import math
 import time
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -289,6 +290,15 @@ def load_resume(path, params, optimizer, settings):
     return step
 
 
+def checksum(trajs) -> int:
+    """Of all that training reads of them."""
+    value = 0
+    for traj in trajs:
+        for array in (traj.prompt, traj.response, traj.step, traj.order):
+            value = crc32(array.tobytes(), value)
+    return value
+
+
 def start_log(path, head, keep):
     """log.jsonl: settings first, then one line per step; lines of steps that will be repeated are dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +344,9 @@ def main():
     if resume_path.exists():
         start_step = load_resume(resume_path, params, optimizer, settings)
     if world_size > 1:
-        all_ranks_agree(device, start_step=start_step, records=len(trajs))
+        all_ranks_agree(device, start_step=start_step, records=len(trajs), checksum_of_data=checksum(trajs),
+                        checksum_of_flags=crc32(json.dumps(settings).encode()),
+                        checksum_of_resume_file=crc32(resume_path.read_bytes()) if start_step else 0)
     if rank == 0:
         start_log(log_path, {"args": vars(args), "settings": settings, "steps": total_steps, **about_run()}, start_step)
         trainable = sum(p.numel() for p in params.values())

@@ -1,5 +1,6 @@
 """What all scripts share: errors in one line, flags, a progress bar, files that are replaced whole, rank and device."""
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -12,8 +13,15 @@ from pathlib import Path
 
 def stop(message: str):
     """A user's mistake: one line that says where, what and how to repair it; exit code 2 instead of a traceback."""
-    prefix = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(prefix + message, file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        message = f"[rank {os.environ['RANK']}] {message}"
+        # mostly all ranks have the same mistake: the first of a node prints it, and torchrun ends the others meanwhile
+        time.sleep(int(os.environ.get("LOCAL_RANK", 0)))
+    print(message, file=sys.stderr, flush=True)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun ends with a long report, whose last entry is what this file holds
+        report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
     raise SystemExit(2)
 
 # -----------------------------------------------------------------------------
@@ -134,22 +142,49 @@ def init_process_group(device: str, minutes: float):
         torch.distributed.init_process_group("gloo", timeout=timeout)
 
 
-def all_ranks_agree(device: str, **values):
-    """Ranks that read different files would train something that nobody asked for."""
+@contextlib.contextmanager
+def naming_lost_ranks():
+    """Around an exchange between ranks: if one has died, or hangs, the others end with a line that names it."""
+    try:
+        yield
+    except RuntimeError:
+        lost = ", ".join(str(rank) for rank in find_lost_ranks())
+        if not lost:
+            raise
+        stop(f"lost rank {lost}: its own output may say why; give the same command again, tabom.py with --resume")
+
+
+def find_lost_ranks() -> list[int]:
+    """A roll call: the ranks that do not sign in torch's store within 5 seconds."""
+    import torch
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch.distributed.TCPStore(address, port, timeout=datetime.timedelta(seconds=10))
+        store.set(f"here/{os.environ['RANK']}", "")
+        time.sleep(5)
+        return [rank for rank in range(int(os.environ["WORLD_SIZE"])) if not store.check([f"here/{rank}"])]
+    except RuntimeError:
+        return [0]                                       # the store is on the first node
+
+
+def all_ranks_agree(device: str, **values: int):
+    """Ranks that read different files would compute something that nobody asked for."""
     import torch
     for name, value in values.items():
         ends = torch.tensor([value, -value], device=device)
-        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+        with naming_lost_ranks():
+            torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
         high, low = ends[0].item(), -ends[1].item()
         if high != low:
-            stop(f"{name.replace('_', ' ')} {low} on one rank, {high} on another: all need the same --data and --out")
+            stop(f"{name.replace('_', ' ')} {low} on one rank, {high} on another: all need the same flags and files")
 
 
 def sum_over_ranks(tensors: list):
     """Adds up each tensor over the ranks, in place: one all-reduce for all of them."""
     import torch
     flat = torch.cat([x.flatten() for x in tensors])
-    torch.distributed.all_reduce(flat)
+    with naming_lost_ranks():
+        torch.distributed.all_reduce(flat)
     for x, summed in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
         x.copy_(summed.view_as(x))
 

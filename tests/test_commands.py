@@ -1,12 +1,9 @@
 """The scripts as a user starts them: flags, files that are continued or refused, several processes, a pretended GPU."""
 import json
 import math
-import os
 import re
 import runpy
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,9 +20,7 @@ import model as models
 import tabom
 import util
 from tests.tiny import (
-    CHILD,
     HERE,
-    QUICK,
     TASKS,
     corpus,
     log_of,
@@ -331,41 +326,3 @@ def test_a_run_that_died_before_its_first_resume_point_is_begun_again(train):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert [row["loss"] for row in log_of(out)[1]] == [row["loss"] for row in log_of(whole)[1]]
     assert {p.name for p in out.iterdir()} == {"last", "log.jsonl", "resume.safetensors"}    # no epochs: --max-steps
-
-
-def test_ranks_that_see_different_outs_train_nothing(train, tmp_path):
-    """Two agents of torchrun, as on two machines: the folder of the first one holds no run to resume."""
-    resume = train("run", "--max-steps 4") / "resume.safetensors"
-    before = resume.read_bytes()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    agents = []
-    for node, out in enumerate(("empty", "run")):
-        argv = (f"-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --node_rank {node} --master_addr 127.0.0.1 "
-                f"--master_port {port} tabom.py --data {train.data} --out {tmp_path / out} {QUICK} --max-steps 4 "
-                f"--batch-size 2 --resume")
-        agents.append(subprocess.Popen([sys.executable, *argv.split()], cwd=HERE, env=CHILD, text=True,
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    errors = [agent.communicate(timeout=120)[1] for agent in agents]
-    assert all(agent.returncode for agent in agents)
-    for rank, text in enumerate(errors):
-        assert (f"[rank {rank}] start step 0 on one rank, 4 on another: all need the same --data and --out"
-                in text.splitlines())
-    assert resume.read_bytes() == before and not (tmp_path / "empty").exists()
-
-
-def test_ranks_that_see_different_records_train_nothing(train, folders, tmp_path, capfd):
-    fewer = write_lines(tmp_path / "fewer.jsonl", corpus(folders["llada"])[:20])
-
-    def job():
-        try:
-            train("run", "", fewer if os.environ["RANK"] == "1" else None)
-        except SystemExit as e:
-            os._exit(0 if e.code == 2 else 1)
-        os._exit(1)
-    run_ranks(2, job)
-    shown = capfd.readouterr().err
-    for rank in range(2):
-        assert f"[rank {rank}] records 20 on one rank, 21 on another: all need the same --data and --out" in shown
-    assert not (tmp_path / "run").exists()
