@@ -332,7 +332,8 @@ def main():
         model.compile_blocks()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
 
-    # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one
+    # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one:
+    # bit for bit on a CPU, up to rounding on a GPU, whose attention adds up gradients in no fixed order
     out = Path(args.out)
     log_path, resume_path = out / "log.jsonl", out / "resume.safetensors"
     if resume_path.exists() and not args.resume:
