@@ -44,14 +44,15 @@ def read_lines(path: str):
     """(place, object) for each line of a JSONL file; blank lines, a byte-order mark and CR LF are accepted."""
     if not os.path.isfile(path):
         stop(f"{path}: no such file; give a .jsonl or .parquet file, or one of {', '.join(SOURCES)}")
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    place = f"{path}:{number}"
-                    yield place, parse_line(place, line)
-    except UnicodeDecodeError:
-        stop(f"{path}: is not text; give a .jsonl or .parquet file")
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                stop(f"{place}: is not text; give a .jsonl or .parquet file, or delete the line")
+            if text.strip():
+                yield place, parse_line(place, text)
 
 
 def read_rows(source: str):
@@ -348,6 +349,8 @@ def read_trajectory(place: str, row: dict, number: int, config, tok, length: int
              f"{row['response'][:40]!r}; pass the --model of the trajectories")
     # a record with an answer and without a verdict is judged here
     traj.correct = row.get("correct")
+    if type(traj.correct) not in (bool, type(None)):
+        stop(f"{place}: correct is {shorten(traj.correct)}, not true, false or null; correct the line")
     if "correct" not in row and "decoding_order" in row:
         traj.correct = judge(text, finished, read_answer(place, row), row.get("kind"))
     return traj

@@ -96,7 +96,7 @@ def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path,
 def test_records_of_others_are_read_kindly(folders, tmp_path):
     rows = [good_record(), good_record(method="margin"),                     # two decoders answered one prompt
             {k: v for k, v in good_record().items() if k not in ("id", "model", "decode", "entropy", "confidence")},
-            good_record(id=2, correct="yes", decode=[1], answer={"a": 1}, prompt=7, extra=None),
+            good_record(id=2, correct=True, decode=[1], answer={"a": 1}, prompt=7, extra=None),
             good_record(id="x", model="Dream", response=["ab"])]
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(r).encode() for r in rows))
     trajs = read_trajs(folders["llada"], tmp_path / "t.jsonl")
@@ -128,6 +128,8 @@ def test_the_order_falls_back_to_positions_where_entropies_are_not_known(folders
     (dict(entropy=[0.5, 0.2, 0.1]), "entropy is [0.5, 0.2, 0.1]", "decode.py"),
     (dict(entropy=[0.5, 0.2, math.nan, None]), "entropy holds NaN", "decode.py"),
     (dict(model=dict(name="other", mask_id=7, vocab_size=10)), "decoded by other (mask 7, vocabulary 10)", "--model"),
+    (dict(correct="false"), 'correct is "false"', "true, false or null"),
+    (dict(correct=0), "correct is 0", "true, false or null"),
     (dict(response="ba"), "its tokens read 'ab'", "--model"),                # another tokenizer
 ])
 def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, remedy, folders, tmp_path, refused):
@@ -204,7 +206,7 @@ def test_inconsistent_states_are_refused_with_their_row(place, token, words, fol
 
 @pytest.mark.parametrize("content, words", [
     (json.dumps(good_record()).encode() + b'\n{"id": 3, "prompt_tok\n', [":2: is not JSON", "delete the line"]),
-    (b"\x1f\x8b\x08\x00\xff\xfe{", [": is not text", ".jsonl or .parquet"]),
+    (b"\x1f\x8b\x08\x00\xff\xfe{", [":1: is not text", ".jsonl or .parquet"]),
     (None, [": no such file", "gsm8k"])], ids=["torn", "binary", "missing"])
 def test_data_that_cannot_be_read_is_one_line(content, words, command, folders, tmp_path, refused):
     path = tmp_path / "t.jsonl"
