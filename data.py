@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 
@@ -400,6 +401,15 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
         for other in sorted(names - {config.name}):
             print(f"warning: {source} was decoded by {other}, but {config.name} is trained", flush=True)
     return trajs
+
+
+def data_checksum(trajs) -> int:
+    """Of all that training reads of the trajectories."""
+    value = 0
+    for traj in trajs:
+        for array in (traj.prompt, traj.response, traj.step, traj.order):
+            value = crc32(array.tobytes(), value)
+    return value
 
 
 def model_of(source: str) -> str:

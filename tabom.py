@@ -40,7 +40,7 @@ from safetensors.torch import save as to_bytes
 
 import baselines
 import lora
-from data import Trajectory, load_trajectories, model_of
+from data import Trajectory, data_checksum, load_trajectories, model_of
 from model import entropy, left_pad, load_model, load_tokenizer, read_config
 from util import (
     Parser,
@@ -290,15 +290,6 @@ def load_resume(path, params, optimizer, settings):
     return step
 
 
-def checksum(trajs) -> int:
-    """Of all that training reads of them."""
-    value = 0
-    for traj in trajs:
-        for array in (traj.prompt, traj.response, traj.step, traj.order):
-            value = crc32(array.tobytes(), value)
-    return value
-
-
 def start_log(path, head, keep):
     """log.jsonl: settings first, then one line per step; lines of steps that will be repeated are dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -345,7 +336,7 @@ def main():
     if resume_path.exists():
         start_step = load_resume(resume_path, params, optimizer, settings)
     if world_size > 1:
-        all_ranks_agree(device, start_step=start_step, records=len(trajs), checksum_of_data=checksum(trajs),
+        all_ranks_agree(device, start_step=start_step, records=len(trajs), checksum_of_data=data_checksum(trajs),
                         checksum_of_flags=crc32(json.dumps(settings).encode()),
                         checksum_of_resume_file=crc32(resume_path.read_bytes()) if start_step else 0)
     if rank == 0:
