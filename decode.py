@@ -3,7 +3,7 @@ Decodes prompts with a masked diffusion model and logs the trajectory: which tok
 the model was of it.
 
 Look at one decoding, early tokens pale, late ones dark:
-$ python decode.py --model study/base --prompt "38a+3swap====" --show
+$ python decode.py --model study/base --prompt "3 8 Ann+3 swap . ." --show
 
 One GPU, or the CPU:
 $ python decode.py --model Dream-org/Dream-v0-Instruct-7B --prompts MixChain-Z-PRM12K --out traj.jsonl

@@ -68,19 +68,12 @@ run() {                         # says what it runs; with DRY_RUN=1 only that
 # Two processes with one thread each are faster than one with two. A GPU rounds differently, so it is hidden.
 
 train() {                       # train NAME FLAGS: one adapter in $d/NAME, 15 s
-    run "$PYTHON" tabom.py --model study/base --out "$d/$1" --resume --window 4 --batch-size 32 --warmup 20 \
-        --max-steps 200 --log-every 100 "${@:2}"
+    run "$PYTHON" tabom.py --model study/base --out "$d/$1" --resume --window 4 --batch-size 32 --warmup 20 --lr 1e-3 \
+        --max-steps 200 --log-every 200 "${@:2}"
 }
 
-measure() {                     # measure DOMAIN FLAGS: accuracy on test prompts, 30 s per adapter
-    run "$PYTHON" eval.py --model study/base --batch-size 64 --prompts "$d/test-$1.jsonl" "${@:2}"
-}
-
-adapters() {                    # NAME=FOLDER of these runs
-    local folder
-    for folder in "$@"; do
-        echo "$(basename "$folder")=$folder/last"
-    done
+measure() {                     # measure FOLDER FLAGS: accuracy on test prompts, 30 s per adapter
+    run "$PYTHON" eval.py --model study/base --batch-size 64 --out "$d/$1" "${@:2}"
 }
 
 toy() {
@@ -88,36 +81,47 @@ toy() {
     export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
     # keep freed memory: handing it back to the system and fetching it again takes a third of the time
     export MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1000000000
+    local methods=(sft-sd ce-only tabom) answers method other adapters
 
-    # prompts, and the base model's own answers to them (1 minute); two ranks write them in no fixed order
-    run "$PYTHON" study/toy.py --out "$d" --test 200
-    run "$PYTHON" -m torch.distributed.run --nproc_per_node 2 decode.py --model study/base --prompts "$d/train.jsonl" \
-        --batch-size 64 --out "$d/traj.jsonl"
-    LC_ALL=C sort -o "$d/traj.jsonl" "$d/traj.jsonl"
+    # prompts, and the base model's own answers to them: the most probable words, and sampled ones (80 s)
+    run "$PYTHON" study/toy.py --out "$d" --test 300
+    local decode="$PYTHON decode.py --model study/base --batch-size 64 --prompts"
+    run $decode "$d/train.jsonl" --out "$d/greedy.jsonl" & other=$!
+    run $decode "$d/train.jsonl" --temperature 1 --score entropy --out "$d/sampled.jsonl"
+    wait $other
+    run $decode "$d/test-long.jsonl" --limit 24 --out "$d/heldout.jsonl"
 
-    # six ways to post-train it, at two learning rates (2 minutes)
-    for rate in 3e-4 1e-3; do
-        train sft-gt@$rate --lr $rate --method sft --data "$d/gt.jsonl" & other=$!
-        train sft-sd@$rate --lr $rate --method sft --data "$d/traj.jsonl"
-        wait $other
-        train dinfer@$rate --lr $rate --method dinfer --data "$d/traj.jsonl" & other=$!
-        train t3d@$rate --lr $rate --method t3d --data "$d/traj.jsonl"
-        wait $other
-        train ce-only@$rate --lr $rate --lam 0 --data "$d/traj.jsonl" & other=$!
-        train tabom@$rate --lr $rate --data "$d/traj.jsonl"
+    # three methods on both, and as much more pretraining (1 minute)
+    for answers in greedy sampled; do
+        train $answers/sft-sd --method sft --data "$d/$answers.jsonl" & other=$!
+        train $answers/ce-only --lam 0 --data "$d/$answers.jsonl"
         wait $other
     done
+    train greedy/tabom --data "$d/greedy.jsonl" & other=$!
+    train sampled/tabom --data "$d/sampled.jsonl"
+    wait $other
+    train control --method sft --data "$d/pretrain.jsonl"
 
-    # math at 1, 2 and 4 tokens per step, what was forgotten of logic, and the order swap (3 minutes)
-    measure math --parallel 1 2 4 --out "$d/math" --adapter $(adapters "$d"/*@3e-4) & other=$!
-    measure math --parallel 1 2 4 --out "$d/math" --no-base --adapter $(adapters "$d"/*@1e-3)
+    # long chains at 1, 2 and 4 tokens per step; what was forgotten of short ones and of logic (2 minutes)
+    adapters=(control="$d/control/last")
+    for answers in greedy sampled; do
+        for method in sft-sd ce-only tabom; do
+            adapters+=("$answers-$method=$d/$answers/$method/last")
+        done
+    done
+    local long=(--prompts "$d/test-long.jsonl" --parallel 1 2 4)
+    measure long "${long[@]}" --adapter "${adapters[@]:0:3}" & other=$!
+    measure long "${long[@]}" --no-base --adapter "${adapters[@]:3}"
     wait $other
-    measure logic --out "$d/logic" --adapter $(adapters "$d"/*@*) & other=$!
-    measure math --parallel 2 4 --swap --out "$d/swap" --no-base --adapter $(adapters "$d/ce-only@1e-3" "$d/tabom@1e-3")
+    measure short --prompts "$d/test-short.jsonl" --adapter "${adapters[@]}" & other=$!
+    measure logic --prompts "$d/test-logic.jsonl" --adapter "${adapters[@]}"
     wait $other
-    measure math --limit 32 --tds 32 --out "$d/tds"
+
+    # pictures (20 s)
+    measure tds --prompts "$d/test-long.jsonl" --limit 32 --tds 32 --adapter "${adapters[@]:5}"
     run "$PYTHON" study/report.py curves "$d/tds"
-    run "$PYTHON" study/report.py map "$d/traj.jsonl" "$d/map.png"
+    run "$PYTHON" study/report.py map "$d/heldout.jsonl" "$d/map.png"
+    # the page of held-out decodings: study/page.py on $d/heldout.jsonl
     run "$PYTHON" study/report.py demo "$d"
 }
 

@@ -315,9 +315,9 @@ def test_killed_at_any_write_and_resumed_equals_whole(flags, folders_left, train
 def test_ranking_puts_held_out_pairs_in_order(command, train, tmp_path):
     """The committed toy through decode.py, then tabom.py with and without the ranking term: same data and windows."""
     folder, args, shares = str(HERE / "study" / "base"), training_args("--window 4"), {}
-    tasks = toy.draw("math", "train", 210, seed=0)
-    source = write_lines(tmp_path / "prompts.jsonl", [dict(prompt="".join(task[0])) for task in tasks])
-    command(decode, f"--model {folder} --prompts {source} --out {tmp_path}/all --length 34 --batch-size 64")
+    tasks = toy.draw("short", "train", 210, seed=0)
+    source = write_lines(tmp_path / "prompts.jsonl", [dict(prompt=toy.write(task[0])) for task in tasks])
+    command(decode, f"--model {folder} --prompts {source} --out {tmp_path}/all --batch-size 64")
     rows = sorted(read_lines(tmp_path / "all"), key=lambda row: row["id"])
     learn, held_out = write_lines(tmp_path / "learn", rows[:140]), write_lines(tmp_path / "held_out", rows[140:])
     for lam, out in ((1, tmp_path / "with"), (0, tmp_path / "without")):
