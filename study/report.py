@@ -69,12 +69,13 @@ def demo(folder: Path):
         print(f"on {right} right ones of its own {len(records)} {answers} answers")
         for label in ("sft-sd", "ce-only", "tabom"):
             gains(f"  {METHODS[label]}", f"{answers}-{label}")
-    print(f"""
-Protection, the greedy answers: compare TABOM with CE only, above all at 4 tokens per step and on short chains.
-Gain, the sampled answers: training at the states of its own decoding (CE only, TABOM) against random masks (SFT-SD).
-One base and one training seed: a difference below 4 points may be chance; study/report.md has the study.
-
-Pictures: {folder}/map.png (one decoding), {folder}/tds/tds.png. Trajectories: {folder}/heldout.jsonl""")
+    print("""
+SFT-SD trains on randomly masked answers, CE only on the states in which they were decoded, TABOM on these and the order.
+Gain: on sampled answers, CE only and TABOM against SFT-SD and more pretraining.
+Protection: on greedy answers, what TABOM keeps and CE only loses, above all at 4 tokens per step.
+One base and one training seed: less than 4 points may be chance. The study of four bases: study/report.md""")
+    pictures = [folder / name for name in ("page.html", "map.png", "tds/tds.png")]
+    print("Look at:", *[path for path in pictures if path.exists()])
 
 # -----------------------------------------------------------------------------
 # the study: every value is a list over bases, so that differences are paired
