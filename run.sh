@@ -89,6 +89,9 @@ toy() {
     run $decode "$d/train.jsonl" --out "$d/greedy.jsonl" & other=$!
     run $decode "$d/train.jsonl" --temperature 1 --score entropy --out "$d/sampled.jsonl"
     wait $other
+    for answers in greedy sampled; do                    # a run that was interrupted has them in another order
+        LC_ALL=C sort -o "$d/$answers.jsonl" "$d/$answers.jsonl"
+    done
     run $decode "$d/test-long.jsonl" --limit 24 --out "$d/heldout.jsonl"
 
     # three methods on both, and as much more pretraining (1 minute)

@@ -67,10 +67,10 @@ def demo(folder: Path):
         records = [json.loads(text) for text in (folder / f"{answers}.jsonl").read_text().splitlines()]
         right = sum(record["correct"] for record in records)
         print(f"on {right} right ones of its own {len(records)} {answers} answers")
-        for label in ("sft-sd", "ce-only", "tabom"):
-            gains(f"  {METHODS[label]}", f"{answers}-{label}")
+        for method in ("SFT-SD", "CE only", "TABOM"):
+            gains(f"  {method}", f"{answers}-{method.lower().replace(' ', '-')}")
     print("""
-SFT-SD trains on randomly masked answers, CE only on the states in which they were decoded, TABOM on these and the order.
+SFT-SD trains on randomly masked answers, CE only on the states of their decoding, TABOM on these and on its order.
 Gain: on sampled answers, CE only and TABOM against SFT-SD and more pretraining.
 Protection: on greedy answers, what TABOM keeps and CE only loses, above all at 4 tokens per step.
 One base and one training seed: less than 4 points may be chance. The study of four bases: study/report.md""")

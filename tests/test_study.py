@@ -16,7 +16,7 @@ import model as models
 import report
 import toy
 from data import text_of
-from tests.tiny import HERE, config_of, load, plain_logits, write_lines
+from tests.tiny import HERE, config_of, load, plain_logits, read_lines, write_lines
 
 
 def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
