@@ -3,7 +3,10 @@ What TABOM is compared with in the paper, on the same loop and LoRA (tabom.py --
 
 A view draws one moment of a trajectory: visible (N,) bool, what the model sees, and targets, the positions it is asked
 for, in decoding order (tabom.View). sft and dinfer minimise the targets' cross-entropy; t3d has a loss of its own.
+reorder is a control for the methods that train on trajectories (--order).
 """
+from zlib import crc32
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -35,6 +38,20 @@ def t3d_view(traj, rng):
 
 
 VIEWS = {"sft": sft_view, "dinfer": dinfer_view, "t3d": t3d_view}
+
+
+def reorder(traj, order):
+    """The same tokens as if they had been decoded one per step from left to right, at random, or in reverse."""
+    positions = np.lexsort((traj.entropy, traj.step))      # as they were decoded
+    positions = positions[traj.step[positions] >= 0]
+    if order == "reversed":
+        positions = positions[::-1]
+    else:
+        positions = np.sort(positions)
+    if order == "random":                                  # by the record alone: the same in every epoch, on every rank
+        positions = np.random.default_rng(crc32(str(traj.id).encode())).permutation(positions)
+    traj.step[positions] = np.arange(len(positions))
+    traj.non_ltr = None                                    # the record's own list fits its own order only
 
 
 def t3d_loss(model, logp, batch, a=0.5, b=0.1, c=0.2):

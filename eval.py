@@ -16,6 +16,7 @@ import json
 import os
 from argparse import Namespace
 from collections import Counter
+from math import comb
 from pathlib import Path
 from zlib import crc32
 
@@ -65,6 +66,8 @@ def flags():
     flag("--prompts", nargs="*", default=[], help="prompts with answers; a file's stem names the domain")
     flag("--limit", type=count, default=0, help="only the first prompts of each file or task")
     flag("--parallel", type=int, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
+    flag("--pass-at", type=count, nargs="+", default=[], metavar="K", help="pass@k at each speed, with --temperature; "
+         "sample i of a prompt is drawn with --seed plus i, --keep keeps sample 0")
     flag("--tds", type=count, default=0, help="trajectories for TDS, of each file of --prompts or task of --tasks")
     flag("--order", help="held-out trajectories for the share of pairs in order")
     flag("--window", type=count, default=32, help="W of --order")
@@ -84,8 +87,11 @@ def flags():
 
 def parse_args(argv=None):
     args = flags().parse_args(argv)
-    if args.tasks and (args.prompts or args.order or args.ce or args.parallel):
+    if args.tasks and (args.prompts or args.order or args.ce or args.parallel or args.pass_at):
         stop("--tasks: is measured alone; its tokens per step are --tokens-per-step")
+    if args.pass_at and (args.greedy or not args.temperature or not args.prompts):
+        stop("--pass-at: draws several answers to each of --prompts, which are all alike without a temperature; give "
+             "--prompts and --temperature 1, and no --greedy")
     if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
         stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     if not (args.tasks or args.prompts or args.order or args.ce):
@@ -109,6 +115,17 @@ def accuracy(trajs) -> dict:
     forwards = sum(len(np.unique(traj.step[traj.step >= 0])) for traj in trajs)
     return {"right": right, "n": len(trajs), "share": right / len(trajs),
             "tokens_per_forward": float(tokens / forwards)}
+
+
+def pass_at(samples, ks) -> dict:
+    """
+    The chance that at least one of k answers is right, mean over prompts: 1 - C(n - c, k) / C(n, k), where c of a
+    prompt's n answers are right, which is unbiased. samples: n lists of trajectories, all of the same prompts.
+    """
+    n, all_trajs = len(samples), sum(samples, [])
+    right = [sum(traj.correct is True for traj in answers) for answers in zip(*samples, strict=True)]
+    curve = {str(k): float(np.mean([1 - comb(n - c, k) / comb(n, k) for c in right])) for k in ks}
+    return {"samples": n, "tokens_per_forward": accuracy(all_trajs)["tokens_per_forward"], "share": curve}
 
 
 class WithoutAdapter(torch.nn.Module):
@@ -408,6 +425,9 @@ def show(name, result: dict):
     for key, value in result.get("accuracy", {}).items():
         print(f"{name} {key}: {100 * value['share']:.1f} % of {value['n']}, {value['tokens_per_forward']:.2f} tokens "
               f"per forward", flush=True)
+    for key, value in result.get("pass_at", {}).items():
+        curve = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in value["share"].items())
+        print(f"{name} {key}: {curve}, {value['tokens_per_forward']:.2f} tokens per forward", flush=True)
     for key, value in result.get("tds", {}).items():
         print(f"{name} {key}: TDS {value['mean']:.3f}, mean over steps", flush=True)
     for task, scores in result.get("tasks", {}).items():
@@ -429,7 +449,7 @@ def speeds(args) -> dict:
 
 def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
     """All that was asked for, of one adapter or the base. Every rank comes here: decode_all needs them all."""
-    result = {"accuracy": {}, "swap": {}, "tds": {}}
+    result = {"accuracy": {}, "pass_at": {}, "swap": {}, "tds": {}}
     dtype = next(model.parameters()).dtype
     for domain, items in prompts.items():
         for label, k in speeds(args).items():
@@ -438,6 +458,12 @@ def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
             key = f"{domain}/{label}"
             trajs = decode_all(model, tok, config, items, s, args.batch_size, f"{name} {key}")
             result["accuracy"][key] = accuracy(trajs)
+            if args.pass_at:
+                samples = [trajs]
+                for i in range(1, max(args.pass_at)):
+                    again = Namespace(**vars(s) | {"seed": s.seed + i})
+                    samples.append(decode_all(model, tok, config, items, again, args.batch_size, f"{name} {key} {i}"))
+                result["pass_at"][key] = pass_at(samples, args.pass_at)
             if args.swap and name != "base":
                 result["swap"][key] = swap(model, tok, config, items, s, args.batch_size)
             if args.keep and os.environ.get("RANK", "0") == "0":

@@ -76,6 +76,8 @@ def flags():
     flag("--window", type=count, default=32, help="W; 0 = every token that is still masked")
     flag("--cut", choices=["uniform", "non-ltr"], default="uniform", help="where a window may start: any step, or one "
          "that decoded out of left-to-right order")
+    flag("--order", choices=["own", "ltr", "random", "reversed"], default="own", help="a control: train on the same "
+         "tokens in another order")
     flag("--lam", type=float, default=1.0, help="weight of the ranking loss; 0 = cross-entropy only")
     flag("--gamma", type=float, default=0.2, help="margin of the hinge, in nats")
     flag("--rank-context", choices=["start", "exact"], default="start", help="exact: W forwards per sample, 238 GB for "
@@ -112,6 +114,8 @@ def parse_args(argv=None):
         args.lam = 0.0                                     # only tabom ranks
     if args.lam > 0 and args.window == 1:
         stop("--window 1: one token makes no pair to rank; use --window 2 or more, or --lam 0")
+    if args.order != "own" and args.method == "sft":
+        stop(f"--order {args.order}: sft masks at random and has no order; use tabom, dinfer or t3d, or no --order")
     if args.epochs == 0:
         stop("--epochs 0: trains nothing; give 1 or more")
     if args.wandb and not importlib.util.find_spec("wandb"):
@@ -310,6 +314,9 @@ def main():
     config = read_config(args.model or model_of(args.data))
     trajs = load_trajectories(args.data, config, load_tokenizer(config), args.all, args.decoded_by, args.limit,
                               args.length or config.length, args.tail, ordered=args.method != "sft")
+    if args.order != "own":
+        for traj in trajs:
+            baselines.reorder(traj, args.order)
     lengths = np.array([len(traj.prompt) + len(traj.response) for traj in trajs])
     global_batch = args.batch_size * args.grad_accum * world_size
     steps_per_epoch = math.ceil(len(trajs) / global_batch)

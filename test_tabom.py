@@ -14,6 +14,7 @@ import runpy
 import shutil
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import baselines
 import decode
 import eval as evaluate
 import lora
@@ -189,6 +191,28 @@ def test_non_ltr_cuts_start_at_tokens_decoded_out_of_order(folders, tmp_path):
     assert a.jumps.tolist() == [1] and b.jumps.tolist() == []
 
 
+@pytest.mark.parametrize("order", ["ltr", "reversed", "random"])
+def test_another_order_is_one_token_per_step_and_leaves_what_was_never_decoded(order, folders, tmp_path):
+    trajs, given = [], []
+    for traj in [*read_shapes(folders["llada"], tmp_path, ""), *read_trajs(folders["llada"], write_lines(
+            tmp_path / "n.jsonl", [good_record(non_ltr_positions=[1])]), "--all")]:
+        given.append((traj.step.tolist(), traj.order.tolist(), traj.response.tolist()))
+        baselines.reorder(traj, order)
+        trajs.append(traj)
+    for traj, (step, own, tokens) in zip(trajs, given, strict=True):
+        decoded = [j for j in range(len(step)) if step[j] >= 0]
+        want = {"ltr": decoded, "reversed": own[::-1]}.get(order, traj.order.tolist())
+        assert sorted(want) == decoded and traj.response.tolist() == tokens
+        assert traj.step.tolist() == [want.index(j) if j in decoded else -1 for j in range(len(step))]
+        assert len(traj.jumps) == 0 or order != "ltr"
+    # at random: by the record alone, and not the same for all
+    if order == "random":
+        again = read_shapes(folders["llada"], tmp_path, "")[3]
+        baselines.reorder(again, order)
+        assert again.step.tolist() == trajs[3].step.tolist()
+        assert len({tuple(np.argsort(traj.step[:9])) for traj in trajs[:3]}) == 3
+
+
 @pytest.mark.parametrize("flags", METHODS)
 def test_batch_is_the_views_side_by_side_and_a_column_is_a_target(flags, folders, tmp_path):
     trajs, mask_id = read_shapes(folders["llada"], tmp_path, ""), ids_of("llada").mask
@@ -259,6 +283,24 @@ def test_training_equals_a_plain_loop(flags, train, folders):
     for folder in ("epoch-3", "last"):
         got = load_file(out / folder / "adapter_model.safetensors")
         assert got.keys() == params.keys() and max((got[k] - params[k]).abs().max() for k in got) < 1e-5
+
+
+@pytest.mark.parametrize("order, flags", [("ltr", ""), ("random", "--method dinfer"), ("reversed", "--method t3d")])
+def test_training_in_another_order_equals_training_on_records_that_have_it(order, flags, train, folders, tmp_path):
+    rows = corpus(folders["llada"])
+    for row in rows:
+        steps, h = row["decoding_order"], row["entropy"]
+        decoded = [j for j in range(len(steps)) if steps[j] >= 0]
+        if order == "ltr":
+            wanted = decoded
+        elif order == "reversed":
+            wanted = sorted(decoded, key=lambda j: (steps[j], h[j], j))[::-1]
+        else:
+            wanted = np.random.default_rng(zlib.crc32(row["id"].encode())).permutation(decoded).tolist()
+        row["decoding_order"] = [wanted.index(j) if j in decoded else -1 for j in range(len(steps))]
+    source = write_lines(tmp_path / "other.jsonl", rows)
+    flags = f"{flags} --max-steps 4"
+    assert same_run(train("a", f"{flags} --order {order}"), train("b", flags, source))
 
 
 @pytest.mark.parametrize("flags", ["", "--rank-context exact", "--method t3d"])

@@ -59,6 +59,7 @@ DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
     (tabom, "--data t --clip nan", "--clip: nan"),
     (tabom, "--data t --window 1", "--window 1: one token makes no pair"),
     (tabom, "--data t --epochs 0", "--epochs 0"),
+    (tabom, "--data t --method sft --order ltr", "--order ltr: sft masks at random and has no order; use tabom"),
     (tabom, "--data t --wandb p", "pip install wandb"),
     (decode, "--model m --prompt p", "--out: give a file"),
     (decode, "--model m --prompt p --prompts p --show", "--prompts, --prompt: give one of them"),
@@ -75,6 +76,10 @@ DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
     (evaluate, "--model m --prompts p --parallel 2 --steps 4", "--parallel: sets the tokens per step"),
     (evaluate, "--model m --tasks t --prompts p", "--tasks: is measured alone"),
     (evaluate, "--model m --order t --tds 4", "--tds 4"),
+    (evaluate, "--model m --prompts p --pass-at 1 2", "--prompts and --temperature 1"),
+    (evaluate, "--model m --prompts p --pass-at 2 --temperature 0", "--prompts and --temperature 1"),
+    (evaluate, "--model m --prompts p --pass-at 2 --temperature 1 --greedy", "no --greedy"),
+    (evaluate, "--model m --tasks t --pass-at 2 --temperature 1", "--tasks: is measured alone"),
 ])
 def test_wrong_flags_end_with_one_line(module, flags, words, command, folders, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
@@ -295,7 +300,8 @@ def test_out_of_another_run_is_refused(train, folders, refused):
     before = files()
     with refused(f"--out {out}: holds a run already", "--resume", "another --out"):
         train("run", "--max-steps 4")
-    for more, words in (("--lam 2", "lam 1.0, now it is 2.0"), ("--batch-size 8", "global_batch 4, now it is 8")):
+    for more, words in (("--lam 2", "lam 1.0, now it is 2.0"), ("--batch-size 8", "global_batch 4, now it is 8"),
+                        ("--order ltr", "order 'own', now it is 'ltr'")):
         with refused(f"{out / 'resume.safetensors'}: the run there has {words}", "another --out"):
             train("run", f"{flags} {more}")
     write_lines(Path(train.data), corpus(folders["llada"])[:20])

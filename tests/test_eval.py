@@ -1,9 +1,14 @@
 """eval.py: what it writes, what it measures again and what it does not, and the real lm-evaluation-harness on tasks."""
+import itertools
 import json
 import subprocess
+import zlib
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import decode
 import eval as evaluate
 import lora
 import model as models
@@ -51,6 +56,32 @@ def test_the_label_says_the_flags_and_tokens_per_forward_what_was_decoded(flags,
     right = sum(r["correct"] is True for r in records)
     assert key == f"prompts/{label}" and found == dict(right=right, n=9, share=right / 9,
                                                        tokens_per_forward=pytest.approx(tokens / len(forwards)))
+
+
+def test_pass_at_k_is_the_share_of_all_groups_of_k_samples_that_hold_a_right_one():
+    rng, N = np.random.default_rng(0), 5
+    samples = [[SimpleNamespace(correct=bool(x), step=np.arange(3)) for x in row] for row in rng.random((N, 7)) < 0.3]
+    found = evaluate.pass_at(samples, [1, 2, 3, 5])
+    for k, share in found["share"].items():
+        hits = [any(samples[i][prompt].correct for i in group)
+                for prompt in range(7) for group in itertools.combinations(range(N), int(k))]
+        assert share == pytest.approx(np.mean(hits))
+    assert found["samples"] == N and 0 < found["share"]["1"] < found["share"]["5"] < 1
+
+
+def test_pass_at_k_draws_sample_i_with_the_seed_plus_i_in_any_batch(cli, measure, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "judge", lambda text, *more: zlib.crc32(text.encode()) % 2 == 0)
+    sampled = "--temperature 1 --score entropy --tokens-per-step 2"
+    found = measure(f"{sampled} --seed 3 --pass-at 1 3 --batch-size 2")["base"]
+    right = []
+    for seed in (3, 4, 5):
+        measure(f"{sampled} --seed {seed} --out {tmp_path}/{seed}")
+        right.append([r["correct"] for r in read_lines(tmp_path / f"{seed}" / "base-prompts-2.jsonl")])
+    assert found["accuracy"]["prompts/2"]["right"] == sum(right[0])
+    curve = found["pass_at"]["prompts/2"]
+    assert curve["share"] == {"1": pytest.approx(np.mean(right)), "3": pytest.approx(np.max(right, 0).mean())}
+    assert curve["samples"] == 3 and curve["share"]["1"] < curve["share"]["3"]
+    assert curve["tokens_per_forward"] == pytest.approx(2)
 
 
 def test_results_are_found_again_unless_settings_or_weights_are_others(cli, measure, folders, tmp_path, capsys,
