@@ -1,151 +1,245 @@
 """
-Runs the study of protocol.md. Every step skips what is done, so an interrupted study continues with the same command.
+Runs the study of protocol.md, part by part. Every step skips what is done, so an interrupted study continues with the
+same command.
 
-$ python study/study.py out/study           # models, prompts and adapters; results go to study/results, two at a time
+$ python study/study.py out/study                          # all parts, two processes at a time
+$ python study/study.py out/study --parts 1 3 --bases 1 2
 
-A result that is in study/results is neither trained nor measured again.
+Bases, data, adapters and the files of eval.py go to OUT. What the report needs of them is collected in
+study/results/baseS.json; what is there is neither trained nor measured again.
 """
+import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from report import BASES, METHODS, RATES, RESULTS, SPEEDS, select, values
+from report import BASES, CHOSEN_ON, GRID, RATES, RESULTS, results, select
 
 ROOT = Path(__file__).parent.parent
-VALIDATION, TEST = 200, 250                              # prompts per base and domain
+sys.path.insert(0, str(ROOT))
+from util import Parser, write_whole  # noqa: E402
 
-# label: flags of tabom.py; {base} is the base's folder. The last of two equal flags counts. A label that is only here
-# is a further run, with a row among the parts of the method; one in METHODS of report.py is in the grid
-TABOM = "--data {base}/traj.jsonl"
-FLAGS = {
-    "sft-gt": "--method sft --data {base}/gt.jsonl",
-    "sft-sd": "--method sft --data {base}/traj.jsonl",
-    "dinfer": "--method dinfer --data {base}/traj.jsonl",
-    "t3d": "--method t3d --data {base}/traj.jsonl",
-    "ce-only": f"{TABOM} --lam 0",
-    "tabom": TABOM,
-    "pretrain": "--method sft --data {base}/pretrain.jsonl",
-    # further runs
-    "global": f"{TABOM} --window 0",
-    "global-ce-only": f"{TABOM} --window 0 --lam 0",
-    "window-2": f"{TABOM} --window 2",
-    "window-8": f"{TABOM} --window 8",
-    "gamma-0.1": f"{TABOM} --gamma 0.1",
-    "gamma-0.3": f"{TABOM} --gamma 0.3",
-    "lam-2-gamma-0.1": f"{TABOM} --lam 2 --gamma 0.1",
-    "lam-2": f"{TABOM} --lam 2",
-    "lam-2-gamma-0.3": f"{TABOM} --lam 2 --gamma 0.3",
-    "exact": f"{TABOM} --rank-context exact",
-    "tail-drop": f"{TABOM} --tail drop",
-    "all-records": f"{TABOM} --all",
-    "sampled": "--data {base}/sampled.jsonl",
+# trajectories: flags of decode.py; {base} is the base's folder
+SAMPLED = "--temperature 1 --score entropy"
+DATA = {
+    "greedy": "--model {base}/model",
+    "sampled": "--model {base}/model " + SAMPLED,
+    "warm": "--model {base}/model --temperature 0.5 --score entropy",
+    # the second round: own answers of the model of the first
+    "again-ce": "--model {base}/round1-ce --limit 1000 " + SAMPLED,
+    "again-tabom": "--model {base}/round1-tabom --limit 1000 " + SAMPLED,
 }
-FURTHER = [label for label in FLAGS if label not in METHODS]
 
-ENVIRONMENT = os.environ | {
+# run: (its data, flags of tabom.py). An adapter is called RUN@RATE
+METHODS = {"sft": "--method sft", "dinfer": "--method dinfer", "t3d": "--method t3d", "ce": "--lam 0", "tabom": ""}
+RUNS = {"gt": ("gt", "--method sft"), "gt-mix": ("gt-mix", "--method sft"), "control": ("pretrain", "--method sft"),
+        "again-ce": ("again-ce", "--lam 0"), "again-tabom": ("again-tabom", "")}
+for source in ("sampled", "greedy", "warm"):
+    for method, flags in METHODS.items():
+        RUNS[f"{source}-{method}"] = source, flags
+for source in ("sampled", "greedy"):
+    for method in ("ce", "tabom"):
+        for order in ("ltr", "random", "reversed"):
+            RUNS[f"{source}-{method}-{order}"] = source, f"{METHODS[method]} --order {order}"
+        RUNS[f"{source}-{method}-600"] = source, f"{METHODS[method]} --max-steps 600"
+    for flag, values in {"lam": ("0.25", "2"), "window": ("0", "2", "8"), "gamma": ("0.1", "0.3")}.items():
+        for value in values:
+            RUNS[f"{source}-{flag}-{value}"] = source, f"--{flag} {value}"
+
+# what is measured: flags of eval.py. A folder of results holds what was measured with the same flags
+MEASURES = {
+    "val": "--prompts {base}/val-long.jsonl --limit 100 --parallel 2",
+    "long-1": "--prompts {base}/test-long.jsonl --limit 250 --parallel 1 --tds 64",
+    "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
+    "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 250 --parallel 2",
+    "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4 --swap",
+    "pass": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 --pass-at 1 2 4 8 16 " + SAMPLED,
+    "ce": "--limit 500 --ce {base}/gt-mix.jsonl {base}/greedy.jsonl",
+}
+
+LONG, ALL = ["long"], ["long", "long-1", "kept"]
+
+
+def at(rate: str, *labels) -> list:
+    return [f"{label}@{rate}" for label in labels]
+
+
+def parts(best: dict) -> dict:
+    """Part of the protocol: [(data it needs, adapters, measures)]; best: the selected rate of each label of GRID."""
+    selected = [f"{label}@{rate}" for label, rate in best.items()]
+    sampled, greedy = at("1e-3", "sampled-ce", "sampled-tabom"), at("1e-3", "greedy-ce", "greedy-tabom")
+    orders = []
+    for source in ("greedy", "sampled"):
+        for order in ("ltr", "random", "reversed"):
+            orders += at("1e-3", f"{source}-ce-{order}", f"{source}-tabom-{order}")
+    lams = at("1e-3", "sampled-lam-0.25", "sampled-lam-2", "greedy-lam-0.25", "greedy-lam-2")
+    again = at("1e-3", "again-ce", "again-tabom")
+    longer = at("1e-3", "sampled-ce-600", "sampled-tabom-600")
+    drawn = [name for name in selected if name.split("@")[0] in ("sampled-sft", "sampled-ce", "sampled-tabom")]
+    windows = at("1e-3", *[f"greedy-window-{window}" for window in ("0", "2", "8")])
+    gammas = at("1e-3", *[f"greedy-gamma-{gamma}" for gamma in ("0.1", "0.3")])
+    warm = at("1e-3", "warm-sft", "warm-ce", "warm-tabom")
+    others = at("1e-3", "greedy-dinfer", "greedy-t3d")
+    return {1: [([], selected, ALL)],
+            3: [([], sampled + greedy, LONG), ([], orders, LONG)],
+            2: [([], lams, LONG), ([], greedy + sampled, ["swap"])],
+            5: [(["again-ce", "again-tabom"], again, LONG), ([], longer, LONG)],
+            4: [([], drawn, ["pass"])],
+            6: [([], [], ["ce"]), ([], windows + gammas, LONG)],
+            7: [(["warm"], warm, LONG), ([], others, LONG)]}
+
+
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     # keep freed memory: handing it back to the system and fetching it again takes a third of the time
     "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
+# -----------------------------------------------------------------------------
+# jobs; each runs in one of two processes
 
-def run(script: str, *flags) -> bool:
-    """One script of the repository. What it says when it fails is printed; the study goes on without that result."""
-    command = [sys.executable, script, *map(str, flags)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    if done.returncode:
-        print(f"failed, and left out: {' '.join(command)}\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
-    return done.returncode == 0
+def run(out: Path, script: str, *flags):
+    """A script of the repository, in this process, because importing torch takes as long as a fifth of a training."""
+    log = out / f"log-{os.getpid()}.txt"
+    words = [word for flag in flags for word in str(flag).split()]
+    with open(log, "a") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+        print("+", script, *words, flush=True)
+        sys.argv = [script, *words]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as e:                          # util.stop
+            if e.code:
+                raise RuntimeError(f"{script} {' '.join(words)}: failed, {log} says why") from None
 
 
-def prepare(out: Path, seed: int):
-    """A base model, its prompts, and its own answers at temperature 0 and 1."""
-    from toy import CONFIG
+def prepare(out: Path, seed: int, data: str):
+    """The base, its prompts and its answers; data is a key of DATA."""
     base = out / f"base{seed}"
-    # a base is made once; one of other words or sizes would answer nonsense
     if not (base / "model" / "model.safetensors").exists():
-        run("study/toy.py", "--pretrain", "--seed", seed, "--out", base / "model")
-    if json.loads((base / "model" / "config.json").read_text()) != CONFIG:
-        raise SystemExit(f"{base}/model: was made by another toy.py; delete {base}, or give another folder")
-    run("study/toy.py", "--seed", 1000 + seed, "--out", base)
-    decode = ["--model", base / "model", "--prompts", base / "train.jsonl", "--batch-size", 64]
-    run("decode.py", *decode, "--out", base / "traj.jsonl")
-    run("decode.py", *decode, "--temperature", 1, "--out", base / "sampled.jsonl")
-    validate(out, seed, [])
-    able = [values("base", column, "val", [seed])[0] for column in SPEEDS]
-    if min(able) < 30:
-        raise SystemExit(f"base {seed}: only {able} % right; put another seed into BASES of study/report.py")
-    print(f"base {seed}: ready, {able} % right at 1, 2 and 4 tokens per step", flush=True)
+        run(out, "study/toy.py", f"--pretrain --seed {seed} --out {base}/model")
+    if not (base / "test-logic.jsonl").exists():
+        run(out, "study/toy.py", f"--seed {2000 + seed} --test 500 --out {base}")
+    method = data.partition("again-")[2]
+    if method and not (base / f"round1-{method}").exists():
+        adapter = train(out, seed, f"sampled-{method}@1e-3")
+        run(out, "lora.py", f"--model {base}/model --adapter {adapter} --out {base}/round1-{method}")
+    if not (base / f"{data}.jsonl").exists():
+        part = base / f"{data}-unfinished.jsonl"
+        run(out, "decode.py", DATA[data].format(base=base), f"--prompts {base}/train.jsonl --batch-size 64 --out {part}")
+        part.rename(base / f"{data}.jsonl")
 
 
-def train(base: Path, seed: int, name: str) -> list:
-    """Trains the adapter LABEL@RATE unless it is there. Returns [NAME=FOLDER] for eval.py, [] if training failed."""
+def model_of(name: str) -> str:
+    """The folder of the model that a run trains: the second round goes on from the first."""
+    return name.partition("@")[0].replace("again", "round1") if name.startswith("again-") else "model"
+
+
+def train(out: Path, seed: int, name: str) -> Path:
+    """Trains the adapter RUN@RATE unless it is there. Returns its folder."""
     label, rate = name.split("@")
+    base = out / f"base{seed}"
     folder = base / "runs" / name
     if not (folder / "done").exists():
-        trained = run("tabom.py", "--model", base / "model", "--out", folder, "--resume", "--seed", seed, "--lr", rate,
-                      "--window", 4, "--batch-size", 32, "--warmup", 20, "--max-steps", 200, "--log-every", 200,
-                      *FLAGS[label].format(base=base).split())
-        if not trained:
-            return []
+        data, flags = RUNS[label]
+        run(out, "tabom.py", f"--model {base}/{model_of(name)} --data {base}/{data}.jsonl --out {folder} --resume",
+            f"--seed {seed} --lr {rate} --window 4 --batch-size 32 --warmup 20 --max-steps 200 --log-every 200", flags)
         (folder / "done").touch()
-    return [f"{name}={folder}/last"]
+    return folder / "last"
 
 
-def job(out: Path, seed: int, names: list, folder: str, prompts: str, *flags):
-    """Trains adapters of one base and measures them, and the base, on one file of prompts."""
-    results = RESULTS / f"base{seed}" / folder
-    names = [name for name in names if not (results / f"{name}.json").exists()]
-    if names or not (results / "base.json").exists():
-        base = out / f"base{seed}"
-        adapters = sum([train(base, seed, name) for name in names], [])
-        run("eval.py", "--model", base / "model", "--prompts", base / f"{prompts}.jsonl", "--batch-size", 64,
-            "--out", results, *flags, "--adapter", *adapters)
-        print(f"base {seed}, {folder}: {' '.join(names)}", flush=True)
+def job(out: Path, seed: int, names: list, measures: list, with_base: bool):
+    """Trains some adapters of one base and measures them, and the base if this is the job that has to."""
+    base, known = out / f"base{seed}", results(seed)
+    for measure in measures:
+        todo = [name for name in names if name not in known.get(measure, {})]
+        measure_base = with_base and "base" not in known.get(measure, {})
+        # the adapters of one model are measured in one go
+        for model in sorted({model_of(name) for name in todo} | ({"model"} if measure_base else set())):
+            adapters = [f"{name}={train(out, seed, name)}" for name in todo if model_of(name) == model]
+            flags = [] if measure_base and model == "model" else ["--no-base"]
+            if adapters:
+                flags += ["--adapter", *adapters]
+            folder = base / "results" / measure / model
+            run(out, "eval.py", f"--model {base}/{model} --batch-size 64 --out {folder}",
+                MEASURES[measure].format(base=base), *flags)
+
+# -----------------------------------------------------------------------------
+# results
+
+def shorten(result: dict) -> dict:
+    """What the report needs of a file of eval.py."""
+    short = {key: result[key] for key in ("accuracy", "pass_at", "swap", "ce") if result.get(key)}
+    for domain, value in result["tds"].items():
+        short["tds"] = {domain: value["mean"]}
+    return json.loads(json.dumps(short), parse_float=lambda text: round(float(text), 5))
 
 
-def test(out: Path, seed: int, names: list):
-    job(out, seed, names, "test-math", "test-math", "--limit", TEST, "--parallel", 1, 2, 4, "--tds", 64)
-    job(out, seed, names, "test-logic", "test-logic", "--limit", TEST)
+def collect(out: Path, seed: int):
+    """Adds what eval.py has written for one base to study/results."""
+    found = results(seed)
+    for path in sorted((out / f"base{seed}" / "results").glob("*/*/*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault(path.parts[-3], {})[path.stem] = shorten(result) | {"commit": result["commit"]}
+    RESULTS.mkdir(exist_ok=True)
+    lines = []
+    for measure, by_name in sorted(found.items()):
+        rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(by_name.items())]
+        lines.append(f"{json.dumps(measure)}: {{\n" + ",\n".join(rows) + "\n}")
+    write_whole(RESULTS / f"base{seed}.json", ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
-
-def validate(out: Path, seed: int, names: list):
-    job(out, seed, names, "val-math", "val-math", "--limit", VALIDATION, "--parallel", 1, 2, 4)
-    job(out, seed, names, "val-logic", "val-logic", "--limit", VALIDATION)
-
-
-def others(out: Path, seed: int, names: list):
-    """The order swap of the adapters; cross-entropy of references and of own answers under the base."""
-    job(out, seed, names, "swap", "test-math", "--limit", 200, "--parallel", 2, 4, "--swap")
-    base = out / f"base{seed}"
-    job(out, seed, [], "ce", "val-math", "--limit", 1, "--ce", base / "gt.jsonl", base / "traj.jsonl")
-
+# -----------------------------------------------------------------------------
 
 def main():
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
+    parser = Parser(__doc__)
+    parser.add_argument("out", help="folder for bases, data and adapters")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, 3, 2, 5, 4, 6, 7], help="in this order")
+    parser.add_argument("--bases", type=int, nargs="+", default=BASES)
+    args = parser.parse_args()
     os.chdir(ROOT)                                       # results name their files relative to the repository
-    out = Path(sys.argv[1])
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        def for_all_bases(what, groups):
-            jobs = [pool.submit(what, out, seed, names) for names in groups for seed in BASES]
-            for done in jobs:
-                done.result()
+    os.environ.update(ENVIRONMENT)
+    out, start = Path(args.out), time.time()
+    out.mkdir(parents=True, exist_ok=True)
+    # spawn: MALLOC_* counts from the start of a process
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        def finish(title, jobs: dict):
+            """Waits for jobs {future: (base, what)}; one that fails is named and left out."""
+            for number, done in enumerate(as_completed(jobs), 1):
+                seed, what = jobs[done]
+                failure = done.exception()
+                collect(out, seed)
+                minutes = (time.time() - start) / 60
+                print(f"{minutes:.0f} min | {title} | {number} of {len(jobs)} | base {seed}: {failure or what}", flush=True)
 
-        for done in [pool.submit(prepare, out, seed) for seed in BASES]:
-            done.result()
-        # the grid: validation of all first, so that rates are selected before any test prompt is decoded
-        grid = [[f"{label}@{rate}" for label in METHODS] for rate in RATES]
-        for_all_bases(validate, grid)
-        selected = select()
-        print("selected:", " ".join(f"{label}@{rate}" for label, rate in selected.items()), flush=True)
-        for_all_bases(test, grid)
-        # why: the order swap. Then the parts of the method, at 1e-3 and at TABOM's own rate
-        for_all_bases(others, [[f"{label}@1e-3" for label in METHODS]])
-        rates = dict.fromkeys(["1e-3", selected["tabom"]])
-        for_all_bases(test, [[f"{label}@{rate}" for label in FURTHER] for rate in rates])
+        def make(title, data: list):
+            for first in (data[:1], data[1:]):           # the base and its prompts come with the first
+                finish(title, {pool.submit(prepare, out, seed, name): (seed, name) for name in first
+                               for seed in args.bases})
+
+        def measure(title, names: list, measures: list, bases=args.bases):
+            jobs = {}
+            for i in range(0, max(1, len(names)), 4):
+                for seed in bases:
+                    some = names[i:i + 4]
+                    jobs[pool.submit(job, out, seed, some, measures, i == 0)] = seed, " ".join([*measures, *some])
+            finish(title, jobs)
+
+        make("answers", ["sampled", "greedy"])
+        for part in args.parts:
+            if part == 1:                                # rates are selected before a test prompt is decoded
+                grid = [f"{label}@{rate}" for rate in RATES for label in GRID]
+                chosen_on = [seed for seed in args.bases if seed in CHOSEN_ON]
+                measure("part 1, validation", grid, ["val"], chosen_on)
+            best = select()
+            if part == 1:
+                print("selected:", " ".join(f"{label}@{rate}" for label, rate in best.items()), flush=True)
+            for data, names, measures in parts(best)[part]:
+                if data:
+                    make(f"part {part}, answers", data)
+                measure(f"part {part}", names, measures)
 
 
 if __name__ == "__main__":
