@@ -13,31 +13,11 @@ from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
-RESULTS = Path("study/results")
-BASES = [1, 2, 3, 4]
-RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
-METHODS = {"sft-gt": "SFT-GT", "sft-sd": "SFT-SD", "dinfer": "dInfer", "t3d": "T3D",
-           "ce-only": "CE only", "tabom": "TABOM", "pretrain": "more pretraining"}
-OWN_ANSWERS = ["sft-sd", "dinfer", "t3d", "ce-only"]     # the other methods that train on the base's own answers
-COLUMNS = {"math, 1 per step": ("math", 1), "math, 2": ("math", 2), "math, 4": ("math", 4), "logic": ("logic", 1)}
-COLOURS = {"base": "grey", "sft-gt": "tab:brown", "sft-sd": "tab:orange", "dinfer": "tab:green", "t3d": "tab:cyan",
-           "ce-only": "tab:blue", "tabom": "crimson", "pretrain": "black"}
-SPEEDS = list(COLUMNS)[:3]
-ERRORS = 3.2                                             # Student's t with 3 degrees of freedom: a 95 % interval
-SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
-         "base's tokens, adapter's order": "base's tokens, own order"}
-
 
 def accuracy(path: Path, key: str) -> float:
     """Per cent."""
     return 100 * json.loads(path.read_text())["accuracy"][key]["share"]
 
-
-def swapped(path: Path, part: str, k: int) -> float:
-    """Per cent at k tokens per step; part is a key of SWAPS."""
-    result, key = json.loads(path.read_text()), f"test-math/{k}"
-    found = result["accuracy"][key] if part == "own" else result["swap"][key][part]
-    return 100 * found["share"]
 
 # -----------------------------------------------------------------------------
 # the demonstration
@@ -78,132 +58,223 @@ One base and one training seed: less than 4 points may be chance. The study of f
     print("Look at:", *[path for path in pictures if path.exists()])
 
 # -----------------------------------------------------------------------------
-# the study: every value is a list over bases, so that differences are paired
+# the study. Every measured value is a dictionary {base: value}, so that differences are paired; {} was not run
 
-def values(name: str, column: str, split="test", bases=BASES) -> list:
-    domain, k = COLUMNS[column]
-    folder = f"{split}-{domain}"
-    return [accuracy(RESULTS / f"base{seed}" / folder / f"{name}.json", f"{folder}/{k}") for seed in bases]
-
-
-def rates_of(label: str, split="test") -> list:
-    """The rates at which a method was measured on every base; one that diverged is left out."""
-    files = f"{split}-math/{label}@{{}}.json"
-    return [rate for rate in RATES if all((RESULTS / f"base{seed}" / files.format(rate)).exists() for seed in BASES)]
-
-
-def tds(name: str, field="tds") -> list:
-    return [json.loads((RESULTS / f"base{seed}" / "test-math" / f"{name}.json").read_text())[field] for seed in BASES]
-
-
-def ce_gap(ratio: str) -> list:
-    """Cross-entropy of reference answers minus that of own answers, at one mask ratio."""
-    curves = [json.loads((RESULTS / f"base{seed}/ce/base.json").read_text())["ce"] for seed in BASES]
-    return [curve["ground truth"][ratio] - curve["self-distilled"][ratio] for curve in curves]
+RESULTS = Path("study/results")
+BASES, CHOSEN_ON = [1, 2, 3, 4], [1, 2]
+RATES = ["3e-4", "1e-3", "3e-3"]
+GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual forms", "control": "more pretraining",
+        "sampled-sft": "SFT-SD, sampled", "sampled-dinfer": "dInfer, sampled", "sampled-t3d": "T3D, sampled",
+        "sampled-ce": "CE only, sampled", "sampled-tabom": "TABOM, sampled",
+        "greedy-sft": "SFT-SD, greedy", "greedy-ce": "CE only, greedy", "greedy-tabom": "TABOM, greedy"}
+# column of a table: folder of results, key in the file
+SPEEDS = {"long, 1 per step": ("long-1", "test-long/1"), "long, 2": ("long", "test-long/2"),
+          "long, 4": ("long", "test-long/4")}
+WATCHED = {"short": ("kept", "test-short/2"), "logic": ("kept", "test-logic/2")}
+PARALLEL = {"2 per step": ("some", "test-long/2"), "4 per step": ("some", "test-long/4")}
+PLACES = SPEEDS | WATCHED | PARALLEL
+ERRORS = 3.2                                             # Student's t with 3 degrees of freedom: a 95 % interval
+KS = ["1", "2", "4", "8", "16"]
+SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
+         "base's tokens, adapter's order": "base's tokens, own order"}
+ORDERS = {"": "own", "-ltr": "left to right", "-random": "random", "-reversed": "reversed"}
 
 
-def minus(a: list, b: list) -> list:
-    return [x - y for x, y in zip(a, b, strict=True)]
+def results(seed: int) -> dict:
+    """{folder: {name: what was measured}} of one base."""
+    path = RESULTS / f"base{seed}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def average(lists: list) -> list:
-    return [mean(column) for column in zip(*lists, strict=True)]
+def look_up(folder: str, name: str, *keys, scale=1.0) -> dict:
+    """One measured value of every base that has it."""
+    found = {}
+    for seed in BASES:
+        value = results(seed).get(folder, {}).get(name)
+        for key in keys:
+            value = value and value.get(key)
+        if value is not None:
+            found[seed] = scale * value
+    return found
 
 
-def gain(name: str, column: str, split="test") -> list:
-    return minus(values(name, column, split), values("base", column, split))
+def values(name: str, column: str) -> dict:
+    """Per cent right."""
+    folder, key = PLACES[column]
+    return look_up(folder, name, "accuracy", key, "share", scale=100)
 
 
-def speeds(name: str, columns=SPEEDS, split="test") -> list:
-    """Mean gain over several numbers of tokens per step."""
-    return average([gain(name, column, split) for column in columns])
+def swapped(name: str, part: str, k: int) -> dict:
+    """Per cent right; part is a key of SWAPS."""
+    keys = ("accuracy", f"test-long/{k}") if part == "own" else ("swap", f"test-long/{k}", part)
+    return look_up("swap", name, *keys, "share", scale=100)
 
 
-def error(xs: list) -> float:
-    return stdev(xs) / sqrt(len(xs))
+def minus(a: dict, b: dict) -> dict:
+    return {seed: a[seed] - b[seed] for seed in a if seed in b}
 
 
-def show(xs: list, digits=1) -> str:
-    return f"{mean(xs):+.{digits}f} ± {error(xs):.{digits}f}"
+def average(columns: list) -> dict:
+    """Mean over columns, of the bases that have all of them."""
+    seeds = [seed for seed in columns[0] if all(seed in column for column in columns)]
+    return {seed: mean(column[seed] for column in columns) for seed in seeds}
 
 
-def select() -> dict:
-    """{method: rate} by the protocol's rule, from validation prompts alone."""
-    selected = {}
-    for label in METHODS:
-        rates = rates_of(label, "val")
-        score = {rate: mean(speeds(f"{label}@{rate}", split="val")) for rate in rates}
-        lost = {rate: -mean(gain(f"{label}@{rate}", "logic", "val")) for rate in rates}
-        keep = [rate for rate in rates if lost[rate] <= 2 + 1e-9]
-        selected[label] = max(keep, key=score.get) if keep else min(rates, key=lost.get)
-    return selected
+def gain(name: str, *columns) -> dict:
+    """Points over the base; several columns are averaged."""
+    return average([minus(values(name, column), values("base", column)) for column in columns])
 
 
-def verdict(xs: list, above=0.0) -> str:
-    distance = mean(xs) - above
+def error(xs: dict) -> float:
+    return stdev(xs.values()) / sqrt(len(xs))
+
+
+def show(xs: dict, digits=1) -> str:
+    """Mean and standard error over bases."""
+    if len(xs) < 2:
+        return "not run"
+    some = "" if len(xs) == len(BASES) else f" ({len(xs)} bases)"
+    return f"{mean(xs.values()):+.{digits}f} ± {error(xs):.{digits}f}{some}"
+
+
+def level(xs: dict) -> str:
+    return f"{mean(xs.values()):.1f}" if xs else "not run"
+
+
+def verdict(xs: dict, above=0.0) -> str:
+    if len(xs) < len(BASES):
+        return "not run"
+    distance = mean(xs.values()) - above
     if abs(distance) <= ERRORS * error(xs):
         return "not shown"
     return "shown" if distance > 0 else "contrary"
 
 
-def verdicts(best: dict) -> list:
-    """Rows of the table of claims. A claim is that the mean of some differences is above a threshold."""
+def validation(name: str) -> dict:
+    found = look_up("val", name, "accuracy", "val-long/2", "share", scale=100)
+    return {seed: share for seed, share in found.items() if seed in CHOSEN_ON}
+
+
+def select() -> dict:
+    """{label: rate} by the protocol's rule: the best mean on validation prompts, the lower rate of equals."""
+    selected = {}
+    for label in GRID:
+        score = {}
+        for rate in RATES:
+            found = validation(f"{label}@{rate}")
+            if len(found) == len(CHOSEN_ON):
+                score[rate] = mean(found.values())
+        if score:
+            selected[label] = max(score, key=score.get)
+    return selected
+
+
+def claims(best: dict) -> list:
+    """Rows (claim, what is compared, differences, threshold), as the protocol lists them."""
+    name = {label: f"{label}@{best.get(label, '1e-3')}" for label in GRID}
     rows = []
 
-    def claim(name, compared, differences, above=0.0, digits=1):
-        rows.append([name, compared, show(differences, digits), verdict(differences, above)])
+    def claim(text, compared, differences, above=0.0, digits=1):
+        rows.append((text, compared, differences, above, digits))
 
-    selected = {label: f"{label}@{rate}" for label, rate in best.items()}
-    tabom, one, fast = selected["tabom"], SPEEDS[0], SPEEDS[1:]
+    def mean_gain(label):
+        return gain(name[label], *SPEEDS)
 
-    for ratio in ("0.2", "0.5", "0.8"):
-        claim("own answers are easier to fit", f"CE of references - own answers, mask ratio {ratio}", ce_gap(ratio),
-              digits=3)
+    def lost(gained):
+        return {seed: -points for seed, points in gained.items()}
 
-    # who forgets, who gains
-    for rate in dict.fromkeys([best["sft-gt"], "1e-3"]):
-        claim("SFT-GT forgets", f"logic lost, rate {rate}", [-x for x in gain(f"sft-gt@{rate}", "logic")])
-    claim("SFT-SD keeps", "logic over the base, above -2", gain(selected["sft-sd"], "logic"), -2)
-    claim("SFT-SD gains little", "math at 1, TABOM - SFT-SD", minus(gain(tabom, one), gain(selected["sft-sd"], one)))
-    claim("TABOM gains", "math at 1 over the base", gain(tabom, one))
-    claim("TABOM does not forget", "logic over the base, above -2", gain(tabom, "logic"), -2)
-    other = max(OWN_ANSWERS, key=lambda label: mean(speeds(selected[label])))
-    claim("TABOM gains more than others", f"math, mean of speeds, TABOM - {METHODS[other]}",
-          minus(speeds(tabom), speeds(selected[other])))
+    def ranking(source, *columns, order=""):             # at 1e-3, at which every order was run
+        return minus(gain(f"{source}-tabom{order}@1e-3", *columns), gain(f"{source}-ce{order}@1e-3", *columns))
 
+    both = {"CE only": "sampled-ce", "TABOM": "sampled-tabom"}
+    for title, label in both.items():
+        for column in SPEEDS:
+            claim(f"{title} gains (sampled)", f"{column}: over the base", gain(name[label], column))
+            claim(f"{title} gains (sampled)", f"{column}: over more pretraining",
+                  minus(gain(name[label], column), gain(name["control"], column)))
+    for title, label in both.items():
+        claim("it is the trajectory, not the answers", f"sampled: {title} - SFT-SD",
+              minus(mean_gain(label), mean_gain("sampled-sft")))
+    others = [label for label in ("sampled-sft", "sampled-dinfer", "sampled-t3d", "sampled-ce") if mean_gain(label)]
+    if others:
+        other = max(others, key=lambda label: mean(mean_gain(label).values()))
+        claim("TABOM gains most", f"TABOM - {GRID[other]}", minus(mean_gain("sampled-tabom"), mean_gain(other)))
+    for title, label in both.items():
+        for column in WATCHED:
+            claim("nothing is forgotten (sampled)", f"{column}, {title}: over the base, above -2",
+                  gain(name[label], column), -2)
+    claim("references in the usual forms gain as much", "SFT on them - CE only, sampled",
+          minus(mean_gain("gt-mix"), mean_gain("sampled-ce")))
+    claim("the rare form ruins", "lost by SFT on references of the rare form", lost(mean_gain("gt")))
     for column in SPEEDS:
-        pairs = {"selected rates": (tabom, selected["ce-only"]), "rate 1e-3": ("tabom@1e-3", "ce-only@1e-3")}
-        for rates, (a, b) in pairs.items():
-            claim("ranking helps", f"{column}: TABOM - CE only, {rates}", minus(gain(a, column), gain(b, column)))
+        claim("greedy answers cost parallel decoding", f"{column}: lost by CE only",
+              lost(gain(name["greedy-ce"], column)))
+    for column in [*SPEEDS, "short"]:
+        claim("ranking protects (greedy)", f"{column}: TABOM - CE only",
+              minus(gain(name["greedy-tabom"], column), gain(name["greedy-ce"], column)))
+    for column in SPEEDS:
+        claim("ranking costs nothing (sampled)", f"{column}: TABOM - CE only",
+              minus(gain(name["sampled-tabom"], column), gain(name["sampled-ce"], column)))
+    for method, title in {"ce": "CE only", "tabom": "TABOM"}.items():
+        claim("sampling is what gains", f"{title}: sampled - greedy",
+              minus(mean_gain(f"sampled-{method}"), mean_gain(f"greedy-{method}")))
 
-    trained = {label: tds(selected[label]) for label in ["sft-gt", *OWN_ANSWERS]}
-    other = max(trained, key=lambda label: mean(trained[label]))
-    claim("largest TDS", "TABOM - base", minus(tds(tabom), tds("base")), digits=3)
-    claim("largest TDS", f"TABOM - {METHODS[other]}", minus(tds(tabom), trained[other]), digits=3)
+    for order in list(ORDERS)[1:]:
+        claim("ranking needs the own order", f"greedy, TABOM - CE only: own - {ORDERS[order]}",
+              minus(ranking("greedy", *PARALLEL), ranking("greedy", *PARALLEL, order=order)))
+    for source in ("greedy", "sampled"):
+        for order in list(ORDERS)[1:]:
+            claim("the order matters to CE only", f"{source}: own - {ORDERS[order]}",
+                  minus(gain(f"{source}-ce@1e-3", *PARALLEL), gain(f"{source}-ce{order}@1e-3", *PARALLEL)))
+    claim("less ranking is better (sampled)", "lambda 0.25 - 1",
+          minus(gain("sampled-lam-0.25@1e-3", *PARALLEL), gain("sampled-tabom@1e-3", *PARALLEL)))
+    for k in (2, 4):
+        orders = [swapped("greedy-ce@1e-3", part, k) for part in ("adapter's tokens, base's order", "own")]
+        claim("greedy answers spoil the order", f"CE only's tokens at {k}: base's order - own order", minus(*orders))
+    for method, title in {"ce": "CE only", "tabom": "TABOM"}.items():
+        once = gain(f"sampled-{method}@1e-3", *PARALLEL)
+        claim("a second round gains", f"{title}: second - first", minus(gain(f"again-{method}@1e-3", *PARALLEL), once))
+        claim("longer training gains", f"{title}: 600 - 200 steps",
+              minus(gain(f"sampled-{method}-600@1e-3", *PARALLEL), once))
+    claim("a second round gains", "in it: TABOM - CE only",
+          minus(gain("again-tabom@1e-3", *PARALLEL), gain("again-ce@1e-3", *PARALLEL)))
 
-    # 2 and 4 tokens per step
-    other = max(OWN_ANSWERS, key=lambda label: mean(speeds(selected[label], fast)))
-    claim("robust at 2 and 4 per step", f"TABOM - {METHODS[other]}, selected rates",
-          minus(speeds(tabom, fast), speeds(selected[other], fast)))
-    everywhere = {}
-    for label in ["tabom", *OWN_ANSWERS]:
-        everywhere[label] = average([speeds(f"{label}@{rate}", fast) for rate in rates_of(label)])
-    other = max(OWN_ANSWERS, key=lambda label: mean(everywhere[label]))
-    claim("robust at 2 and 4 per step", f"TABOM - {METHODS[other]}, mean over all rates",
-          minus(everywhere["tabom"], everywhere[other]))
-
-    # window and margin
-    for rate in dict.fromkeys([best["tabom"], "1e-3"]):
-        if rate not in rates_of("gamma-0.3"):
-            rows.append(["window and gamma", f"rate {rate}", "not run", ""])
-            continue
-        own, wide = speeds(f"tabom@{rate}"), speeds(f"window-8@{rate}")
-        claim("local beats global", f"W 4 - all, rate {rate}", minus(own, speeds(f"global@{rate}")))
-        inner = max([own, wide], key=mean)
-        claim("a sweet spot of W", f"best of W 4, 8 - W 2, rate {rate}", minus(inner, speeds(f"window-2@{rate}")))
-        for gamma in ("0.1", "0.3"):
-            claim("moderate gamma", f"gamma 0.2 - {gamma}, rate {rate}", minus(own, speeds(f"gamma-{gamma}@{rate}")))
+    for label in ("sampled-sft", "sampled-ce", "sampled-tabom"):
+        widest, first = pass_gain(name[label], "16"), pass_gain(name[label], "1")
+        claim("pass@1 rises", f"{GRID[label]}: over the base", first)
+        claim("pass@16 does not fall", f"{GRID[label]}: over the base, above -2", widest, -2)
+        claim("pass@16 rises", f"{GRID[label]}: over the base", widest)
+    for ratio in ("0.2", "0.5", "0.8"):
+        compared = f"CE of references - own answers, mask ratio {ratio}"
+        claim("own answers are easier", compared, ce_gap(ratio), digits=3)
+    for other, title in {"base": "base", name["sampled-sft"]: "SFT-SD"}.items():
+        claim("largest TDS", f"sampled: TABOM - {title}", minus(tds(name["sampled-tabom"]), tds(other)), digits=3)
+    own = gain("greedy-tabom@1e-3", *PARALLEL)
+    for window, title in {"0": "all", "2": "2", "8": "8"}.items():
+        other = gain(f"greedy-window-{window}@1e-3", *PARALLEL)
+        claim("local beats global", f"greedy: W 4 - {title}", minus(own, other))
+    for gamma in ("0.1", "0.3"):
+        other = gain(f"greedy-gamma-{gamma}@1e-3", *PARALLEL)
+        claim("moderate gamma", f"greedy: gamma 0.2 - {gamma}", minus(own, other))
     return rows
+
+
+def look_up_pass(name: str, k: str) -> dict:
+    return look_up("pass", name, "pass_at", "test-long/2", "share", k, scale=100)
+
+
+def pass_gain(name: str, k: str) -> dict:
+    """Points over the base."""
+    return minus(look_up_pass(name, k), look_up_pass("base", k))
+
+
+def tds(name: str) -> dict:
+    return look_up("long-1", name, "tds", "test-long")
+
+
+def ce_gap(ratio: str) -> dict:
+    """Cross-entropy of reference answers minus that of own answers, at one mask ratio."""
+    return minus(*[look_up("ce", "base", "ce", which, ratio) for which in ("ground truth", "self-distilled")])
 
 
 def pyplot():
@@ -213,40 +284,27 @@ def pyplot():
     return plt
 
 
-def draw_rates(path: Path):
-    """The study's result: points over the base against the learning rate, a line per method, a band of one error."""
-    figure, panels = pyplot().subplots(1, 4, figsize=(13, 3.8), dpi=130, layout="constrained", sharex=True)
-    for panel, column in zip(panels, COLUMNS, strict=True):
-        for label, name in METHODS.items():
-            rates = rates_of(label)
-            x = [RATES.index(rate) for rate in rates]
-            gains = [gain(f"{label}@{rate}", column) for rate in rates]
-            width = 2.4 if label == "tabom" else 1.2
-            panel.plot(x, [mean(xs) for xs in gains], "o-", markersize=3, label=name, color=COLOURS[label],
-                       linewidth=width)
-            low, high = [mean(xs) - error(xs) for xs in gains], [mean(xs) + error(xs) for xs in gains]
-            panel.fill_between(x, low, high, color=COLOURS[label], alpha=0.12, linewidth=0)
-        panel.axhline(0, color="grey", linewidth=0.8)
-        panel.set(title=column, xlabel="learning rate", ylim=(-19, 4))       # SFT-GT falls out of the frame
-        panel.set_xticks(range(len(RATES)), RATES)
+def draw_gains(path: Path):
+    """The study's main result: points over the base at 1, 2 and 4 tokens per step, with one standard error."""
+    figure, panels = pyplot().subplots(1, 2, figsize=(9, 3.6), dpi=110, layout="constrained", sharey=True)
+    lines = {"tabom": ("TABOM", "crimson"), "ce": ("CE only", "tab:blue"), "sft": ("SFT-SD", "tab:orange")}
+    best = select()
+    for panel, source in zip(panels, ("sampled", "greedy"), strict=True):
+        shown = {f"{source}-{method}": style for method, style in lines.items()}
+        shown["control"] = GRID["control"], "grey"
+        for n, (label, (title, colour)) in enumerate(shown.items()):
+            gains = [gain(f"{label}@{best.get(label)}", column) for column in SPEEDS]
+            if not all(len(xs) > 1 for xs in gains):     # not run
+                continue
+            x = [i + 0.06 * (n - 1.5) for i in range(3)]
+            panel.errorbar(x, [mean(xs.values()) for xs in gains], [error(xs) for xs in gains], label=title,
+                           color=colour, marker="o", markersize=4, capsize=2, linewidth=1.5)
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set(title=f"own answers, {source}", xlabel="tokens per step")
+        panel.set_xticks(range(3), ["1", "2", "4"])
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("points over the base")
-    panels[3].legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path)
-
-
-def draw_tds(path: Path):
-    """TDS along the decoding at 1e-3, mean over bases."""
-    figure, axes = pyplot().subplots(figsize=(6, 3.8), dpi=130, layout="constrained")
-    for label, name in {"base": "base", **METHODS}.items():
-        curves = tds("base" if label == "base" else f"{label}@1e-3", "tds_curve")
-        steps = [step for step, column in enumerate(zip(*curves, strict=False)) if None not in column]
-        width = 2.4 if label == "tabom" else 1.2
-        axes.plot(steps, [mean(curve[step] for curve in curves) for step in steps], label=name, color=COLOURS[label],
-                  linewidth=width)
-    axes.set(title="Trajectory discrimination score, rate 1e-3", xlabel="decoding step", ylabel="variance (nats²)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
+    panels[0].set_ylabel("long chains, points over the base")
+    panels[1].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -310,60 +368,109 @@ def table(head: list, rows: list) -> str:
     return "\n".join(lines) + "\n"
 
 
+def findings(best: dict) -> list:
+    """Sentences written after the results; their figures come from the results."""
+    return []
+
+
 def study() -> str:
     """The text of report.md."""
     best = select()
-    n = json.loads((RESULTS / "base1/test-math/base.json").read_text())["accuracy"]["test-math/1"]["n"]
-    text = ["# The toy study: what was found\n",
-            f"Made by `python study/report.py study` from study/results; protocol.md says how. {len(BASES)} bases, {n} "
-            "test prompts per base and domain. ± is the standard error over bases, of paired differences.\n"]
+    name = {label: f"{label}@{rate}" for label, rate in best.items()}
+    columns = [*SPEEDS, *WATCHED]
+    text = ["""# The toy study: what was found
 
-    rows = [[str(seed), *(f"{values('base', column)[i]:.1f}" for column in COLUMNS)] for i, seed in enumerate(BASES)]
-    text += ["**The bases**, per cent right\n", table(["seed", *COLUMNS], rows)]
+A small model that answers about half of the long tasks is post-trained on its own decoding trajectories, and on what
+they are compared with. This is what it gained and forgot, over four base models from different seeds, by the rules of
+[protocol.md](protocol.md).
+"""]
+    text += [f"{number}. {sentence}" for number, sentence in enumerate(findings(best), 1)]
+    text += ["""
+![Points over the base by data and method](gains.png)
 
-    head = ["method", "rate", *COLUMNS, "TDS over the base"]
+Figures are points of accuracy on test prompts: the mean over bases of paired differences ± its standard error over
+bases, with one training seed per base. "2" and "4" are tokens per step; at the end of a response fewer may be left.
+Made by `python study/report.py study` from study/results.
+
+## The bases, per cent right
+"""]
+    rows = []
+    for seed in BASES:
+        found = [values("base", column).get(seed) for column in columns]
+        rows.append([str(seed), *("not run" if x is None else f"{x:.1f}" for x in found)])
+    text += [table(["seed", *columns], rows)]
+
+    def row(title, run, columns=columns):
+        return [title, *(show(gain(run, column)) for column in columns)]
+
     rows = []
     for label, rate in best.items():
-        name = f"{label}@{rate}"
-        rows.append([METHODS[label], rate, *(show(gain(name, column)) for column in COLUMNS),
-                     show(minus(tds(name), tds("base")), 3)])
-    text += ["**Each method at its selected rate**, points over the base\n", table(head, rows)]
+        title, *cells = row(GRID[label], name[label])
+        rows.append([title, rate, *cells, show(minus(tds(name[label]), tds("base")), 3)])
+    text += ["## Who gains, who forgets: each method at its selected rate, points over the base\n",
+             table(["method", "rate", *columns, "TDS over the base"], rows)]
 
     rows = []
-    for rate in RATES:
-        for label in METHODS:
-            cells = ["diverged"] * len(COLUMNS)
-            if rate in rates_of(label):
-                cells = [show(gain(f"{label}@{rate}", column)) for column in COLUMNS]
-            rows.append([METHODS[label], rate, *cells])
-    text += ["**All rates**, points over the base; the same as study/rates.png\n", table(head[:-1], rows)]
+    for label, title in GRID.items():
+        scores = [validation(f"{label}@{rate}") for rate in RATES]
+        rows.append([title, *(level(found) for found in scores)])
+    text += ["## How the rates were selected: per cent right of validation prompts, bases 1 and 2\n",
+             table(["method", *RATES], rows)]
+
+    rows = []
+    for source in ("greedy", "sampled"):
+        for order, title in ORDERS.items():
+            runs = [f"{source}-{method}{order}@1e-3" for method in ("ce", "tabom")]
+            ce, tabom = [[gain(run, column) for column in PARALLEL] for run in runs]
+            ranking = [minus(a, b) for a, b in zip(tabom, ce, strict=True)]
+            rows.append([source, title, *(show(xs) for xs in [*ce, *tabom, *ranking])])
+    head = [f"{what}, {k}" for what in ("CE only", "TABOM", "TABOM - CE only") for k in (2, 4)]
+    text += ["## Which order: the same answers in another order, rate 1e-3, points over the base\n",
+             table(["answers", "order", *head], rows)]
+
+    rows = []
+    for source in ("greedy", "sampled"):
+        runs = {"0 (CE only)": "ce", "0.25": "lam-0.25", "1": "tabom", "2": "lam-2"}
+        rows += [[source, *row(title, f"{source}-{run}@1e-3", PARALLEL)] for title, run in runs.items()]
+    text += ["## How much ranking: lambda, rate 1e-3, points over the base\n",
+             table(["answers", "lambda", *PARALLEL], rows)]
+
+    rows = []
+    for label in ("greedy-ce", "greedy-tabom", "sampled-ce", "sampled-tabom"):
+        cells = [minus(swapped(f"{label}@1e-3", part, k), swapped("base", "own", k)) for part in SWAPS for k in (2, 4)]
+        rows.append([GRID[label], *(show(xs) for xs in cells)])
+    text += ["## The swap: whose tokens in whose order, rate 1e-3, points over the base; own is the adapter's\n",
+             table(["method", *(f"{title}, {k}" for title in SWAPS.values() for k in (2, 4))], rows)]
+
+    runs = {"CE only": "sampled-ce", "CE only, second round": "again-ce", "CE only, 600 steps": "sampled-ce-600",
+            "TABOM": "sampled-tabom", "TABOM, second round": "again-tabom", "TABOM, 600 steps": "sampled-tabom-600"}
+    text += ["## A second round, and longer training: sampled answers, rate 1e-3, points over the base\n",
+             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
+
+    rows = [["base, per cent", *(level(look_up_pass("base", k)) for k in KS)]]
+    for label in ("sampled-sft", "sampled-ce", "sampled-tabom"):
+        rows.append([GRID[label], *(show(pass_gain(name.get(label, label), k)) for k in KS)])
+    text += ["## The knowledge boundary: pass@k at temperature 1 and 2 tokens per step, points over the base\n",
+             table(["k", *KS], rows)]
+
+    runs = {"W 4, gamma 0.2": "greedy-tabom", "W 2": "greedy-window-2", "W 8": "greedy-window-8",
+            "W all": "greedy-window-0", "gamma 0.1": "greedy-gamma-0.1", "gamma 0.3": "greedy-gamma-0.3"}
+    text += ["## Window and gamma: TABOM on greedy answers, rate 1e-3, points over the base\n",
+             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
+
+    runs = {"SFT-SD, temperature 0.5": "warm-sft", "CE only, temperature 0.5": "warm-ce",
+            "TABOM, temperature 0.5": "warm-tabom", "dInfer, greedy": "greedy-dinfer", "T3D, greedy": "greedy-t3d"}
+    text += ["## Also, rate 1e-3, points over the base\n",
+             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
 
     ratios = [f"0.{i}" for i in range(1, 10)]
-    text += ["**Own answers**: CE of reference answers minus CE of own answers under the base, by mask ratio\n",
+    text += ["## Own answers: cross-entropy of references (usual forms) minus own greedy answers, by mask ratio\n",
              table(ratios, [[show(ce_gap(ratio), 3) for ratio in ratios]])]
 
-    text += ["**Claims**\n", table(["claim", "difference", "mean ± error", "verdict"], verdicts(best))]
-
     rows = []
-    for rate in dict.fromkeys(["1e-3", best["tabom"]]):
-        names = [path.stem for path in sorted(RESULTS.glob(f"base1/test-math/*@{rate}.json"))]
-        for name in names:
-            label = name.split("@")[0]
-            if label not in METHODS or label in ("ce-only", "tabom"):
-                rows.append([label, rate, *(show(gain(name, column)) for column in COLUMNS)])
-    text += ["**Parts of the method**, points over the base\n", table(["run", "rate", *COLUMNS], rows)]
-
-    rows = []
-    for label in METHODS:
-        cells = []
-        for part in SWAPS:
-            for k in (2, 4):
-                folders = [RESULTS / f"base{seed}/swap" for seed in BASES]
-                found = [swapped(folder / f"{label}@1e-3.json", part, k) for folder in folders]
-                cells.append(show(minus(found, [swapped(folder / "base.json", "own", k) for folder in folders])))
-        rows.append([METHODS[label], *cells])
-    head = ["rate 1e-3", *(f"{title}, at {k}" for title in SWAPS.values() for k in (2, 4))]
-    text += ["**The swap**, points over the base; \"own\" is the adapter's\n", table(head, rows)]
+    for claimed, compared, xs, above, digits in claims(best):
+        rows.append([claimed, compared, show(xs, digits), verdict(xs, above)])
+    text += ["## The claims of the protocol\n", table(["claim", "difference", "mean ± error", "verdict"], rows)]
     return "\n".join(text)
 
 # -----------------------------------------------------------------------------
@@ -497,14 +604,9 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["map"] and len(sys.argv) == 4:
         draw_map(*sys.argv[2:])
     elif sys.argv[1:] == ["study"]:
-        try:
-            Path("study/report.md").write_text(study())
-            draw_rates(Path("study/rates.png"))
-            draw_tds(Path("study/tds.png"))
-            print("study/report.md, study/rates.png, study/tds.png")
-        except FileNotFoundError as e:
-            print(f"{e.filename}: is missing, the study is not finished; ./run.sh study continues it", file=sys.stderr)
-            raise SystemExit(2) from None
+        Path("study/report.md").write_text(study())
+        draw_gains(Path("study/gains.png"))
+        print("study/report.md, study/gains.png")
     else:
         print(__doc__)
         raise SystemExit(2)

@@ -22,7 +22,7 @@ from report import BASES, CHOSEN_ON, GRID, RATES, RESULTS, results, select
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from util import Parser, write_whole  # noqa: E402
+from util import Parser, stop, write_whole  # noqa: E402
 
 # trajectories: flags of decode.py; {base} is the base's folder
 SAMPLED = "--temperature 1 --score entropy"
@@ -56,13 +56,14 @@ MEASURES = {
     "val": "--prompts {base}/val-long.jsonl --limit 100 --parallel 2",
     "long-1": "--prompts {base}/test-long.jsonl --limit 250 --parallel 1 --tds 64",
     "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
+    "some": "--prompts {base}/test-long.jsonl --limit 300 --parallel 2 4",
     "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 250 --parallel 2",
     "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4 --swap",
     "pass": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 --pass-at 1 2 4 8 16 " + SAMPLED,
     "ce": "--limit 500 --ce {base}/gt-mix.jsonl {base}/greedy.jsonl",
 }
 
-LONG, ALL = ["long"], ["long", "long-1", "kept"]
+ALL, SOME = ["long", "long-1", "kept"], ["some"]
 
 
 def at(rate: str, *labels) -> list:
@@ -86,12 +87,12 @@ def parts(best: dict) -> dict:
     warm = at("1e-3", "warm-sft", "warm-ce", "warm-tabom")
     others = at("1e-3", "greedy-dinfer", "greedy-t3d")
     return {1: [([], selected, ALL)],
-            3: [([], sampled + greedy, LONG), ([], orders, LONG)],
-            2: [([], lams, LONG), ([], greedy + sampled, ["swap"])],
-            5: [(["again-ce", "again-tabom"], again, LONG), ([], longer, LONG)],
+            3: [([], sampled + greedy, SOME), ([], orders, SOME)],
+            2: [([], lams, SOME), ([], greedy + sampled, ["swap"])],
+            5: [(["again-ce", "again-tabom"], again, SOME), ([], longer, SOME)],
             4: [([], drawn, ["pass"])],
-            6: [([], [], ["ce"]), ([], windows + gammas, LONG)],
-            7: [(["warm"], warm, LONG), ([], others, LONG)]}
+            6: [([], [], ["ce"]), ([], windows + gammas, SOME)],
+            7: [(["warm"], warm, SOME), ([], others, SOME)]}
 
 
 ENVIRONMENT = {
@@ -113,7 +114,7 @@ def run(out: Path, script: str, *flags):
             runpy.run_path(script, run_name="__main__")
         except SystemExit as e:                          # util.stop
             if e.code:
-                raise RuntimeError(f"{script} {' '.join(words)}: failed, {log} says why") from None
+                raise RuntimeError(f"{script} failed, the last lines of {log} say why") from None
 
 
 def prepare(out: Path, seed: int, data: str):
@@ -122,14 +123,15 @@ def prepare(out: Path, seed: int, data: str):
     if not (base / "model" / "model.safetensors").exists():
         run(out, "study/toy.py", f"--pretrain --seed {seed} --out {base}/model")
     if not (base / "test-logic.jsonl").exists():
-        run(out, "study/toy.py", f"--seed {2000 + seed} --test 500 --out {base}")
+        run(out, "study/toy.py", f"--base {base}/model --seed {2000 + seed} --test 500 --out {base}")
     method = data.partition("again-")[2]
     if method and not (base / f"round1-{method}").exists():
         adapter = train(out, seed, f"sampled-{method}@1e-3")
         run(out, "lora.py", f"--model {base}/model --adapter {adapter} --out {base}/round1-{method}")
     if not (base / f"{data}.jsonl").exists():
         part = base / f"{data}-unfinished.jsonl"
-        run(out, "decode.py", DATA[data].format(base=base), f"--prompts {base}/train.jsonl --batch-size 64 --out {part}")
+        flags = DATA[data].format(base=base)
+        run(out, "decode.py", f"--prompts {base}/train.jsonl --batch-size 64 --out {part}", flags)
         part.rename(base / f"{data}.jsonl")
 
 
@@ -211,8 +213,8 @@ def main():
                 seed, what = jobs[done]
                 failure = done.exception()
                 collect(out, seed)
-                minutes = (time.time() - start) / 60
-                print(f"{minutes:.0f} min | {title} | {number} of {len(jobs)} | base {seed}: {failure or what}", flush=True)
+                print(f"{(time.time() - start) / 60:.0f} min | {title} | {number} of {len(jobs)} | base {seed}: "
+                      f"{failure or what}", flush=True)
 
         def make(title, data: list):
             for first in (data[:1], data[1:]):           # the base and its prompts come with the first
@@ -228,6 +230,9 @@ def main():
             finish(title, jobs)
 
         make("answers", ["sampled", "greedy"])
+        for seed in args.bases:
+            if not (out / f"base{seed}" / "greedy.jsonl").exists():
+                stop(f"{out}/base{seed}: could not be prepared; {out}/log-*.txt say why")
         for part in args.parts:
             if part == 1:                                # rates are selected before a test prompt is decoded
                 grid = [f"{label}@{rate}" for rate in RATES for label in GRID]
