@@ -53,7 +53,7 @@ for source in ("sampled", "greedy"):
 
 # what is measured: flags of eval.py. A folder of results holds what was measured with the same flags
 MEASURES = {
-    "val": "--prompts {base}/val-long.jsonl --limit 100 --parallel 2",
+    "val": "--prompts {base}/val-long.jsonl --limit 200 --parallel 2",
     "long-1": "--prompts {base}/test-long.jsonl --limit 250 --parallel 1 --tds 64",
     "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
     "some": "--prompts {base}/test-long.jsonl --limit 300 --parallel 2 4",
@@ -117,13 +117,15 @@ def run(out: Path, script: str, *flags):
                 raise RuntimeError(f"{script} failed, the last lines of {log} say why") from None
 
 
-def prepare(out: Path, seed: int, data: str):
-    """The base, its prompts and its answers; data is a key of DATA."""
+def prepare(out: Path, seed: int, data: str | None):
+    """The base, its prompts and, if data is a key of DATA, these answers."""
     base = out / f"base{seed}"
     if not (base / "model" / "model.safetensors").exists():
         run(out, "study/toy.py", f"--pretrain --seed {seed} --out {base}/model")
     if not (base / "test-logic.jsonl").exists():
         run(out, "study/toy.py", f"--base {base}/model --seed {2000 + seed} --test 500 --out {base}")
+    if data is None:
+        return
     method = data.partition("again-")[2]
     if method and not (base / f"round1-{method}").exists():
         adapter = train(out, seed, f"sampled-{method}@1e-3")
@@ -198,7 +200,8 @@ def collect(out: Path, seed: int):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("out", help="folder for bases, data and adapters")
-    parser.add_argument("--parts", type=int, nargs="+", default=[1, 3, 2, 5, 4, 6, 7], help="in this order")
+    parser.add_argument("--parts", type=int, nargs="+", default=[0, 1, 3, 2, 5, 4, 6, 7],
+                        help="in this order; 0 is the validation")
     parser.add_argument("--bases", type=int, nargs="+", default=BASES)
     args = parser.parse_args()
     os.chdir(ROOT)                                       # results name their files relative to the repository
@@ -214,11 +217,11 @@ def main():
                 failure = done.exception()
                 collect(out, seed)
                 print(f"{(time.time() - start) / 60:.0f} min | {title} | {number} of {len(jobs)} | base {seed}: "
-                      f"{failure or what}", flush=True)
+                      f"{failure or what or 'prompts'}", flush=True)
 
         def make(title, data: list):
-            for first in (data[:1], data[1:]):           # the base and its prompts come with the first
-                finish(title, {pool.submit(prepare, out, seed, name): (seed, name) for name in first
+            for names in ([None], data):                 # the base and its prompts, then the answers
+                finish(title, {pool.submit(prepare, out, seed, name): (seed, name) for name in names
                                for seed in args.bases})
 
         def measure(title, names: list, measures: list, bases=args.bases):
@@ -234,13 +237,15 @@ def main():
             if not (out / f"base{seed}" / "greedy.jsonl").exists():
                 stop(f"{out}/base{seed}: could not be prepared; {out}/log-*.txt say why")
         for part in args.parts:
-            if part == 1:                                # rates are selected before a test prompt is decoded
+            if part == 0:
                 grid = [f"{label}@{rate}" for rate in RATES for label in GRID]
                 chosen_on = [seed for seed in args.bases if seed in CHOSEN_ON]
-                measure("part 1, validation", grid, ["val"], chosen_on)
+                measure("validation", grid, ["val"], chosen_on)
+                continue
             best = select()
-            if part == 1:
-                print("selected:", " ".join(f"{label}@{rate}" for label, rate in best.items()), flush=True)
+            print("selected:", " ".join(f"{label}@{rate}" for label, rate in best.items()), flush=True)
+            if len(best) < len(GRID):
+                stop("the rates are selected before a test prompt is decoded: run part 0 on all of CHOSEN_ON first")
             for data, names, measures in parts(best)[part]:
                 if data:
                     make(f"part {part}, answers", data)
