@@ -62,7 +62,7 @@ One base and one training seed: less than 4 points may be chance. The study of f
 
 RESULTS = Path("study/results")
 BASES, CHOSEN_ON = [1, 2, 3, 4], [2]
-RATES = ["3e-4", "1e-3", "3e-3"]
+RATES = ["3e-4", "1e-3"]
 GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual forms", "control": "more pretraining",
         "sampled-sft": "SFT-SD, sampled", "sampled-dinfer": "dInfer, sampled", "sampled-t3d": "T3D, sampled",
         "sampled-ce": "CE only, sampled", "sampled-tabom": "TABOM, sampled",
@@ -71,8 +71,8 @@ GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual fo
 SPEEDS = {"long, 1 per step": ("long-1", "test-long/1"), "long, 2": ("long", "test-long/2"),
           "long, 4": ("long", "test-long/4")}
 WATCHED = {"short": ("kept", "test-short/2"), "logic": ("kept", "test-logic/2")}
-PARALLEL = {"2 per step": ("some", "test-long/2"), "4 per step": ("some", "test-long/4")}
-PLACES = SPEEDS | WATCHED | PARALLEL
+PLACES = SPEEDS | WATCHED
+PARALLEL = ["long, 2", "long, 4"]
 ERRORS = 3.2                                             # Student's t with 3 degrees of freedom: a 95 % interval
 KS = ["1", "2", "4", "8", "16"]
 SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",

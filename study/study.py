@@ -3,7 +3,7 @@ Runs the study of protocol.md, part by part. Every step skips what is done, so a
 same command.
 
 $ python study/study.py out/study                          # all parts, two processes at a time
-$ python study/study.py out/study --parts 1 3 --bases 1 2
+$ python study/study.py out/study --parts 1a 3a --bases 1 2
 
 Bases, data, adapters and the files of eval.py go to OUT. What the report needs of them is collected in
 study/results/baseS.json; what is there is neither trained nor measured again.
@@ -54,45 +54,48 @@ for source in ("sampled", "greedy"):
 # what is measured: flags of eval.py. A folder of results holds what was measured with the same flags
 MEASURES = {
     "val": "--prompts {base}/val-long.jsonl --limit 200 --parallel 2",
-    "long-1": "--prompts {base}/test-long.jsonl --limit 250 --parallel 1 --tds 64",
-    "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
-    "some": "--prompts {base}/test-long.jsonl --limit 300 --parallel 2 4",
-    "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 250 --parallel 2",
-    "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4 --swap",
+    "long-1": "--prompts {base}/test-long.jsonl --limit 150 --parallel 1 --tds 32",
+    "long": "--prompts {base}/test-long.jsonl --limit 300 --parallel 2 4",
+    "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 200 --parallel 2",
+    "swap": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 4 --swap",
     "pass": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 --pass-at 1 2 4 8 16 " + SAMPLED,
     "ce": "--limit 500 --ce {base}/gt-mix.jsonl {base}/greedy.jsonl",
 }
 
-ALL, SOME = ["long", "long-1", "kept"], ["some"]
+LONG, ALL = ["long"], ["long", "long-1", "kept"]
 
 
-def at(rate: str, *labels) -> list:
-    return [f"{label}@{rate}" for label in labels]
+def at(rate: str, labels: str) -> list:
+    return [f"{label}@{rate}" for label in labels.split()]
 
 
 def parts(best: dict) -> dict:
     """Part of the protocol: [(data it needs, adapters, measures)]; best: the selected rate of each label of GRID."""
-    selected = [f"{label}@{rate}" for label, rate in best.items()]
-    sampled, greedy = at("1e-3", "sampled-ce", "sampled-tabom"), at("1e-3", "greedy-ce", "greedy-tabom")
-    orders = []
+    def chosen(labels):
+        return [f"{label}@{best[label]}" for label in labels.split()]
+
+    first = "control sampled-sft sampled-ce sampled-tabom greedy-ce greedy-tabom"
+    others = "gt-mix gt sampled-dinfer sampled-t3d greedy-sft"
+    orders = {}
     for source in ("greedy", "sampled"):
-        for order in ("ltr", "random", "reversed"):
-            orders += at("1e-3", f"{source}-ce-{order}", f"{source}-tabom-{order}")
-    lams = at("1e-3", "sampled-lam-0.25", "sampled-lam-2", "greedy-lam-0.25", "greedy-lam-2")
-    again = at("1e-3", "again-ce", "again-tabom")
-    longer = at("1e-3", "sampled-ce-600", "sampled-tabom-600")
-    drawn = [name for name in selected if name.split("@")[0] in ("sampled-sft", "sampled-ce", "sampled-tabom")]
-    windows = at("1e-3", *[f"greedy-window-{window}" for window in ("0", "2", "8")])
-    gammas = at("1e-3", *[f"greedy-gamma-{gamma}" for gamma in ("0.1", "0.3")])
-    warm = at("1e-3", "warm-sft", "warm-ce", "warm-tabom")
-    others = at("1e-3", "greedy-dinfer", "greedy-t3d")
-    return {1: [([], selected, ALL)],
-            3: [([], sampled + greedy, SOME), ([], orders, SOME)],
-            2: [([], lams, SOME), ([], greedy + sampled, ["swap"])],
-            5: [(["again-ce", "again-tabom"], again, SOME), ([], longer, SOME)],
-            4: [([], drawn, ["pass"])],
-            6: [([], [], ["ce"]), ([], windows + gammas, SOME)],
-            7: [(["warm"], warm, SOME), ([], others, SOME)]}
+        names = []
+        for order in ("", "-ltr", "-random", "-reversed"):
+            names += at("1e-3", f"{source}-ce{order} {source}-tabom{order}")
+        orders[source] = names
+    lams = at("1e-3", "greedy-lam-0.25 greedy-lam-2 sampled-lam-0.25 sampled-lam-2")
+    again, longer = at("1e-3", "again-ce again-tabom"), at("1e-3", "sampled-ce-600 sampled-tabom-600")
+    windows = at("1e-3", "greedy-window-0 greedy-window-2 greedy-window-8 greedy-gamma-0.1 greedy-gamma-0.3")
+    return {"1a": [([], chosen(first), ALL)],
+            "3a": [([], orders["greedy"], LONG)],
+            "1b": [([], chosen(others), ALL)],
+            "3b": [([], orders["sampled"], LONG)],
+            "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
+            "2b": [([], lams, LONG)],
+            "5": [(["again-ce", "again-tabom"], again, LONG), ([], longer, LONG)],
+            "4": [([], chosen("sampled-sft sampled-ce sampled-tabom"), ["pass"])],
+            "6": [([], [], ["ce"]), ([], windows, LONG)],
+            "7": [(["warm"], at("1e-3", "warm-sft warm-ce warm-tabom"), LONG),
+                  ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)]}
 
 
 ENVIRONMENT = {
@@ -187,7 +190,7 @@ def collect(out: Path, seed: int):
     found = results(seed)
     for path in sorted((out / f"base{seed}" / "results").glob("*/*/*.json")):
         result = json.loads(path.read_text())
-        found.setdefault(path.parts[-3], {})[path.stem] = shorten(result) | {"commit": result["commit"]}
+        found.setdefault(path.parts[-3], {})[path.stem] = shorten(result)
     RESULTS.mkdir(exist_ok=True)
     lines = []
     for measure, by_name in sorted(found.items()):
@@ -200,8 +203,7 @@ def collect(out: Path, seed: int):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("out", help="folder for bases, data and adapters")
-    parser.add_argument("--parts", type=int, nargs="+", default=[0, 1, 3, 2, 5, 4, 6, 7],
-                        help="in this order; 0 is the validation")
+    parser.add_argument("--parts", nargs="+", help="default: all, in the order of the protocol; 0 is the validation")
     parser.add_argument("--bases", type=int, nargs="+", default=BASES)
     args = parser.parse_args()
     os.chdir(ROOT)                                       # results name their files relative to the repository
@@ -236,8 +238,8 @@ def main():
         for seed in args.bases:
             if not (out / f"base{seed}" / "greedy.jsonl").exists():
                 stop(f"{out}/base{seed}: could not be prepared; {out}/log-*.txt say why")
-        for part in args.parts:
-            if part == 0:
+        for part in args.parts or ["0", *parts(dict.fromkeys(GRID))]:
+            if part == "0":
                 grid = [f"{label}@{rate}" for rate in RATES for label in GRID]
                 chosen_on = [seed for seed in args.bases if seed in CHOSEN_ON]
                 measure("validation", grid, ["val"], chosen_on)

@@ -79,15 +79,6 @@ def test_committed_base_is_able_and_its_tokenizer_fits(tmp_path, refused):
         toy.check_base(other)
 
 
-def test_report_of_the_study_is_what_its_results_say(monkeypatch):
-    monkeypatch.chdir(HERE)
-    assert report.study() == (HERE / "study" / "report.md").read_text()
-    # verdicts: 3.2 standard errors from the threshold
-    for xs, want in (([1, 2, 3, 2], "shown"), ([1, 4, -1, 3], "not shown"), ([-1, -2, -3, -2], "contrary")):
-        assert report.verdict(xs) == want
-    assert report.verdict([-1, -0.9, -1.1, -1], above=-2) == "shown"
-
-
 def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):
     small = [dict(phase, steps=1, pool=20) for phase in toy.PHASES]
     monkeypatch.setattr(toy, "PHASES", small)
