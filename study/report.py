@@ -436,7 +436,7 @@ Made by `python study/report.py study` from study/results.
              table(["answers", "lambda", *PARALLEL], rows)]
 
     rows = []
-    for label in ("greedy-ce", "greedy-tabom", "sampled-ce", "sampled-tabom"):
+    for label in ("greedy-ce", "greedy-tabom"):
         cells = [minus(swapped(f"{label}@1e-3", part, k), swapped("base", "own", k)) for part in SWAPS for k in (2, 4)]
         rows.append([GRID[label], *(show(xs) for xs in cells)])
     text += ["## The swap: whose tokens in whose order, rate 1e-3, points over the base; own is the adapter's\n",
