@@ -27,8 +27,9 @@ def test_report_is_what_the_results_say(monkeypatch):
 
 @pytest.mark.parametrize("xs, above, want", [
     ([1, 2, 3, 2], 0, "shown"), ([1, 4, -1, 3], 0, "not shown"), ([-1, -2, -3, -2], 0, "contrary"),
-    ([-1, -0.9, -1.1, -1], -2, "shown"), ([5, 5.1, 5], 0, "not run")])
-def test_a_verdict_needs_all_bases_and_3_2_standard_errors(xs, above, want):
+    ([-1, -0.9, -1.1, -1], -2, "shown"),
+    ([1, 2, 3], 0, "not shown"), ([1, 2, 2], 0, "shown"), ([5, 5.1], 0, "too few bases"), ([], 0, "not run")])
+def test_a_verdict_needs_three_bases_and_the_errors_of_students_t(xs, above, want):
     assert report.verdict(dict(zip(report.BASES, xs, strict=False)), above) == want
 
 
