@@ -123,7 +123,6 @@ toy() {
     # pictures (20 s)
     measure tds --prompts "$d/test-long.jsonl" --limit 32 --tds 32 --adapter "${adapters[@]:5}"
     run "$PYTHON" study/report.py curves "$d/tds"
-    run "$PYTHON" study/report.py map "$d/heldout.jsonl" "$d/map.png"
     # study/page.py --model study/base --adapter "CE only=$d/greedy/ce-only/last" TABOM="$d/greedy/tabom/last"
     #     --data "$d/heldout.jsonl" --out "$d/page.html"
     run "$PYTHON" study/report.py demo "$d"

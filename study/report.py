@@ -5,7 +5,6 @@ $ python study/report.py demo out/toy                   # the last screen of ./r
 $ python study/report.py study                          # study/report.md and the pictures, from study/results
 $ python study/report.py paper out/dream-math           # the paper's tables beside ours, and its figures
 $ python study/report.py curves RESULTS                 # tds.png and ce.png of a results folder
-$ python study/report.py map traj.jsonl map.png         # the first decoding of a file, position x step
 """
 import json
 import sys
@@ -54,7 +53,7 @@ SFT-SD trains on randomly masked answers, CE only on the states of their decodin
 Gain: on sampled answers, CE only and TABOM against SFT-SD and more pretraining.
 Protection: on greedy answers, what TABOM keeps and CE only loses, above all at 4 tokens per step.
 One base and one training seed: less than 4 points may be chance. The study of four bases: study/report.md""")
-    pictures = [folder / name for name in ("page.html", "map.png", "tds/tds.png")]
+    pictures = [folder / name for name in ("page.html", "tds/tds.png")]
     print("Look at:", *[path for path in pictures if path.exists()])
 
 # -----------------------------------------------------------------------------
@@ -335,36 +334,6 @@ def draw_curves(folder: Path):
         print(f"picture: {folder}/{stem}.png")
 
 
-def draw_map(source: str, path: str):
-    """One decoding, position x step: colour is the entropy of what is still masked, a dot where a token was decoded."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import numpy as np
-
-    from data import load_trajectories, model_of
-    from eval import states, token_stats
-    from model import load_model, load_tokenizer, read_config
-    config = read_config(model_of(source))
-    tok = load_tokenizer(config)
-    traj = load_trajectories(source, config, tok, limit=1, everything=True)[0]
-    steps, views = zip(*states(traj, tok.end_ids[0]), strict=True)
-    grid = np.full((steps[-1] + 1, len(traj.step)), np.nan)
-    stats = token_stats(load_model(config), views, config.mask_id, 16)
-    for step, view, (_, h) in zip(steps, views, stats, strict=True):
-        grid[step, view.targets] = h
-    decoded = np.flatnonzero(traj.step >= 0)
-    width = int(decoded.max()) + 1
-    figure, axes = pyplot().subplots(figsize=(7, 4.5), dpi=160, layout="constrained")
-    image = axes.imshow(grid[:, :width], aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.plot(decoded, traj.step[decoded], "o", color="crimson", markersize=3)
-    axes.set(title="Entropy of masked positions while decoding", xlabel="position", ylabel="decoding step")
-    if width <= 64:
-        axes.set_xticks(range(width), [tok.decode([token]) for token in traj.response[:width].tolist()], fontsize=6,
-                        rotation=90)
-    figure.colorbar(image, label="entropy (nats)")
-    figure.savefig(path)
-    print(f"picture: {path}")
-
-
 def table(head: list, rows: list) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -604,8 +573,6 @@ if __name__ == "__main__":
         paper(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["curves"] and len(sys.argv) == 3:
         draw_curves(Path(sys.argv[2]))
-    elif sys.argv[1:2] == ["map"] and len(sys.argv) == 4:
-        draw_map(*sys.argv[2:])
     elif sys.argv[1:] == ["study"]:
         Path("study/report.md").write_text(study())
         draw_gains(Path("study/gains.png"))
