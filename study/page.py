@@ -193,6 +193,19 @@ def fill_template(data: dict) -> str:
     return page.replace("{{CHECKSUM}}", checksum).replace("{{DATA}}", json.dumps(data).replace("<", "\\u003c"))
 
 
+def rows_by_id(source: str) -> dict:
+    """{id of the trajectory: (place, row)}; what a Trajectory leaves out is read from the row."""
+    rows = {}
+    for number, (place, row) in enumerate(read_rows(source)):
+        id = row.get("idx" if "trajectory" in row else "id")
+        if id is None and "trajectory" not in row:
+            id = number
+        if str(id) in rows:
+            stop(f"{place}: id {id!r} appears twice; every record needs an id of its own")
+        rows[str(id)] = place, row
+    return rows
+
+
 def main():
     args = parse_args()
 
@@ -205,9 +218,7 @@ def main():
         tok = load_tokenizer(config)
     adapters = {} if args.no_model else name_adapters(args)
     trajs = load_trajectories(args.data, config, tok, everything=args.all, limit=args.limit)
-    rows = {}
-    for number, (place, row) in enumerate(read_rows(args.data)):
-        rows[str(row.get("id", row.get("idx", number)))] = place, row
+    rows = rows_by_id(args.data)
 
     # a record is a prompt and its decodings: what --data holds first, each adapter's own behind it
     records = []

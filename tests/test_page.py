@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ class Browser:
         return found["result"].get("value")
 
     def open(self, path, width=1366, height=768, dark=False):
-        """Opens a file and waits until it is complete. Nothing may go wrong, and only the file itself may be asked for."""
+        """Opens a file and waits until it is complete, without an error or a request for anything else."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
         self("Emulation.setEmulatedMedia", features=scheme)
@@ -104,7 +105,7 @@ TOY, COMMITTED = HERE / "study" / "base", HERE / "study" / "page.html"
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """(folder with heldout.jsonl and two adapters, the flags that show them)."""
+    """(folder with heldout.jsonl and two adapters, the page of them)."""
     folder = tmp_path_factory.mktemp("page")
     prompts = [{"prompt": record["prompt"]} for record in data_of(COMMITTED)["records"]]
     write_lines(folder / "p.jsonl", prompts)
@@ -113,7 +114,8 @@ def toy(tmp_path_factory):
     for seed, name in enumerate("ab"):
         lora.save(adapted(str(TOY), seed=seed), folder / name)
         adapters.append(f"{name}={folder / name}")
-    return folder, ["--adapter", *adapters, "--data", f"{folder}/heldout.jsonl", "--window", "4", "--all"]
+    flags = ["--model", str(TOY), "--adapter", *adapters, "--data", f"{folder}/heldout.jsonl", "--window", "4", "--all"]
+    return folder, page_of(folder, *flags)
 
 
 def make(module, flags):
@@ -137,10 +139,9 @@ def data_of(path) -> dict:
 # -----------------------------------------------------------------------------
 
 @needs_browser
-def test_page_shows_what_tabom_loss_gives_at_20_random_cuts(toy, tmp_path, browser):
+def test_page_shows_what_tabom_loss_gives_at_20_random_cuts(toy, browser):
     """A forward of its own for every cut, a plain view, and the page's cells and bars as a person reads them."""
-    folder, flags = toy
-    path = page_of(tmp_path, *flags, "--model", str(TOY))
+    folder, path = toy
     browser.open(path)
     config = read_config(str(TOY))
     trajs = data.load_trajectories(f"{folder}/heldout.jsonl", config, load_tokenizer(config), everything=True)
@@ -166,7 +167,7 @@ def test_page_shows_what_tabom_loss_gives_at_20_random_cuts(toy, tmp_path, brows
             assert cells == [f"{x:.3f}" for x in want[:3]] + [f"{100 * want[3]:.0f} %"]
             assert browser.run(f"lossAt(record.decodings[0].models[{m}], cut)") == pytest.approx(want, abs=2e-5)
             # what is drawn: the targets' numbers, their entropies, and a mark for each pair
-            outlined = browser.run("""[...document.querySelectorAll("#text .tok.next")].map(e => [+e.dataset.n, e.title])""")
+            outlined = browser.run("[...document.querySelectorAll('#text .next')].map(e => [+e.dataset.n, e.title])")
             places = [f"position {i + 1}, step {traj.step[i] + 1}" for i in view.targets]
             assert [place for _, place in sorted(outlined)] == places
             titles = browser.run(f"""[...document.querySelectorAll("#models > div")[{m}].querySelectorAll("title")]
@@ -183,8 +184,8 @@ def test_page_shows_what_tabom_loss_gives_at_20_random_cuts(toy, tmp_path, brows
 
 def test_an_adapter_decodes_as_decode_does(toy, tmp_path):
     """The second decoding is that of decode.py --adapter with the records' settings, and measured in its own states."""
-    folder, flags = toy
-    shown = data_of(page_of(tmp_path, *flags, "--model", str(TOY)))
+    folder, path = toy
+    shown = data_of(path)
     make(decode, f"--model {TOY} --adapter {folder}/b --prompts {folder}/p.jsonl --tokens-per-step 2 "
                  f"--out {tmp_path}/b.jsonl")
     by_prompt = {row["prompt"]: row for row in read_lines(tmp_path / "b.jsonl")}
@@ -199,18 +200,22 @@ def test_an_adapter_decodes_as_decode_does(toy, tmp_path):
                 assert abs(grid[k, i] / 254 * shown["top"] - h) < 0.51 / 254 * shown["top"] + 1e-4
 
 
-HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(2)>", "<!--<script>", "\"'>&amp;&#60;b&#62;",
-           "\u2028\u2029", "\u202egnp.exe\u202c\u200f", "]]>\\u003c{{DATA}}${alert(3)}", "<svg onload=alert(4)>", "\n\t\0"]
+HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(2)>", "<!--<script>", "\"'>&amp;&#60;b&#62;", 
+           "\n\t\0", "\u2028\u2029", "\u202egnp.exe\u202c\u200f", "]]>\\u003c{{DATA}}${alert(3)}",
+           "<svg onload=alert(4)>"]
 
 
 @needs_browser
-def test_hostile_text_is_shown_and_does_nothing(folders, tmp_path, browser):
+def test_hostile_text_is_shown_and_does_nothing(toy, folders, tmp_path, browser):
     """As words of the vocabulary, as prompt, as id and as the adapter's name. Nothing runs, appears or is asked for."""
-    model = tmp_path / "m"
+    browser.open(toy[1])
+    tags = "[...document.querySelectorAll('*')].map(e => e.localName)"
+    usual, model = {*browser.run(tags), "br"}, tmp_path / "m"
     shutil.copytree(folders["llada"], model)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    words = {word: i for word, i in tokenizer["model"]["vocab"].items() if i >= len(HOSTILE)}
-    edit_json(model / "tokenizer.json", model=tokenizer["model"] | {"vocab": words | {x: i for i, x in enumerate(HOSTILE)}})
+    vocab = {word: i for word, i in tokenizer["model"]["vocab"].items() if i >= len(HOSTILE)}
+    vocab |= {word: i for i, word in enumerate(HOSTILE)}
+    edit_json(model / "tokenizer.json", model=tokenizer["model"] | {"vocab": vocab})
     row = trajectory(HOSTILE[1], model, 24, 2, 20, 4)
     row |= {"prompt": "".join(HOSTILE), "response": None, "response_token_ids": [*range(len(HOSTILE))] * 2
             + row["response_token_ids"][18:], "decode": {"adapter": HOSTILE[1]}}
@@ -222,18 +227,20 @@ def test_hostile_text_is_shown_and_does_nothing(folders, tmp_path, browser):
         for cut in (0, 5, 12):
             browser.run(f"move({cut})")
         shown = browser.run("""[...document.querySelectorAll("#text .tok")].map(e => e.textContent)""")
-        assert shown[:9] == shown[9:18] == [x.replace("\n", "↵").replace("\0", "\0") for x in HOSTILE]
+        assert shown[:9] == shown[9:18] == [x.replace("\n", "↵") for x in HOSTILE]
         assert browser.run('document.querySelector(".prompt").textContent') == "".join(HOSTILE)
-        assert browser.run('document.querySelectorAll("img, b b, iframe, [onload], [onerror]").length') == 0
-        assert browser.run("document.scripts.length") == 2
+        found = browser.run(tags)
+        assert set(found) <= usual and found.count("script") == 2 and found.count("b") == 3
         browser.check(path)
-        # the policy alone would stop a script, and an image, that got in all the same
-        browser.run("""document.body.append(Object.assign(document.createElement("script"), {text: "window.ran = 1"}))
+        # a script, an image or a request that got in all the same is stopped by the policy
+        browser.run("""window.stopped = []
+            document.onsecuritypolicyviolation = e => stopped.push(e.effectiveDirective)
+            document.body.append(Object.assign(document.createElement("script"), {text: "window.ran = 1"}))
             document.body.append(Object.assign(new Image(), {src: "http://localhost:9/x.png"}))
             fetch("http://localhost:9/").catch(() => 0); 0""")
-        assert browser.run("window.ran === undefined")
-        assert not [event for event in browser.events if event["method"] == "Network.responseReceived"
-                    and "localhost" in event["params"]["response"]["url"]]
+        for _ in range(100):
+            stopped = browser.run("stopped.sort().join()")
+        assert stopped == "connect-src,img-src,script-src-elem" and browser.run("window.ran === undefined")
 
 
 def test_a_character_of_several_tokens_comes_with_the_last():
@@ -265,9 +272,8 @@ def test_a_long_answer_leaves_the_charts_in_sight(folders, tmp_path, browser):
 
 
 @needs_browser
-def test_keys_move_the_cut_and_a_screen_reader_is_told(toy, tmp_path, browser):
-    path = page_of(tmp_path, *toy[1], "--model", str(TOY))
-    browser.open(path)
+def test_keys_move_the_cut_and_a_screen_reader_is_told(toy, browser):
+    browser.open(toy[1])
     cut = browser.run("cut")
     for key, want in (("ArrowRight", cut + 1), ("ArrowLeft", cut), ("Home", 0), ("ArrowLeft", 0), ("End", 17)):
         browser("Input.dispatchKeyEvent", type="keyDown", key=key)
@@ -317,8 +323,30 @@ def test_committed_page_is_small_and_of_this_template():
     assert [decoding["by"] for decoding in shown["records"][0]["decodings"]] == ["base", "CE only", "TABOM"]
 
 
+def test_schematic_is_small_and_its_numbers_add_up():
+    path = HERE / "study" / "schematic.svg"
+    assert path.stat().st_size <= 40_000
+    tree = ElementTree.fromstring(path.read_text())
+    assert not [e for e in tree.iter() if e.tag.endswith(("script", "image", "foreignObject", "a"))]
+    texts = [e.text for e in tree.iter() if e.tag.endswith("text") and e.text]
+
+    def numbers(pattern):
+        found = [re.fullmatch(pattern, text) for text in texts]
+        return [[float(x) for x in match.groups()] for match in found if match]
+    # to the two decimals that are printed
+    ce, h = numbers(r"−log p = (\S+)"), [x for x, in numbers(r"(\d+\.\d\d)")]
+    (mean_ce,), = numbers(r"mean over 4 targets: (\S+)")
+    (rank_loss,), = numbers(r"mean over 6 pairs: (\S+)")
+    assert np.mean(ce) == pytest.approx(mean_ce, abs=0.011)
+    costs = [max(0, h[r] - h[s] + 0.2) for s in range(4) for r in range(s)]
+    assert np.mean(costs) == pytest.approx(rank_loss, abs=0.021)
+    shown = [cost for _, _, cost in numbers(r"(\S+) − (\S+) \+ γ = (\S+)")]
+    assert sorted(shown) == pytest.approx(sorted(costs)[-len(shown):], abs=0.021)
+    assert numbers(r"= (\S+) \+ λ · (\S+), γ = 0.2") == [[mean_ce, rank_loss]]
+
+
 def test_wrong_flags_and_files_end_in_one_line(toy, folders, tmp_path, refused):
-    folder, flags = toy
+    folder, _ = toy
     own = ["--data", f"{folder}/heldout.jsonl"]
     for words, given in {
         "one token makes no pair": [*own, "--window", "1"],
