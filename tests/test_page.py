@@ -200,7 +200,7 @@ def test_an_adapter_decodes_as_decode_does(toy, tmp_path):
                 assert abs(grid[k, i] / 254 * shown["top"] - h) < 0.51 / 254 * shown["top"] + 1e-4
 
 
-HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(2)>", "<!--<script>", "\"'>&amp;&#60;b&#62;", 
+HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(2)>", "<!--<script>", "\"'>&amp;&#60;b&#62;",
            "\n\t\0", "\u2028\u2029", "\u202egnp.exe\u202c\u200f", "]]>\\u003c{{DATA}}${alert(3)}",
            "<svg onload=alert(4)>"]
 
@@ -265,6 +265,7 @@ def test_a_long_answer_leaves_the_charts_in_sight(folders, tmp_path, browser):
             assert browser.run("""(() => { const box = document.getElementById("text").getBoundingClientRect()
                 const next = document.querySelector('#text [data-n="1"]').getBoundingClientRect()
                 return box.top <= next.top && next.bottom <= box.bottom })()""")
+    assert browser.run("document.getElementById('second').hidden")       # no adapter, no second decoding
     light = browser.run("getComputedStyle(document.body).backgroundColor")
     browser.open(path, 390, 844)
     assert browser.run("document.documentElement.scrollWidth") <= 390
@@ -274,6 +275,8 @@ def test_a_long_answer_leaves_the_charts_in_sight(folders, tmp_path, browser):
 @needs_browser
 def test_keys_move_the_cut_and_a_screen_reader_is_told(toy, browser):
     browser.open(toy[1])
+    headings = browser.run("[...document.querySelectorAll('#maps h3')].map(e => e.textContent.slice(0, 15))")
+    assert headings == ["decoded by base", "decoded by b in"]
     cut = browser.run("cut")
     for key, want in (("ArrowRight", cut + 1), ("ArrowLeft", cut), ("Home", 0), ("ArrowLeft", 0), ("End", 17)):
         browser("Input.dispatchKeyEvent", type="keyDown", key=key)
