@@ -87,13 +87,20 @@ class CutAt:
         self.step = step
 
     def choice(self, cuts):
-        self.in_training = self.step in cuts               # False: too near the end for a whole window
+        self.in_training = bool(self.step in cuts)         # False: too near the end for a whole window
         return self.step
 
 
 def states(traj) -> np.ndarray:
     """The steps of a decoding that decoded something, ascending. Cut k is before the k-th of them."""
     return np.unique(traj.step[traj.order])
+
+
+def cut_everywhere(traj, window: int):
+    """The view at every cut, and whether training may draw that cut."""
+    cuts = [CutAt(step) for step in states(traj)]
+    views = [tabom_view(traj, cut, window) for cut in cuts]
+    return views, [cut.in_training for cut in cuts]
 
 
 @torch.no_grad()
@@ -103,7 +110,7 @@ def measure(model, traj, args):
     entropy and -log p of the targets, (S, W) each; and the entropy of all masked positions, (S, N), nan where known.
     """
     mask_id, device = model.config.mask_id, next(model.parameters()).device
-    views = [tabom_view(traj, CutAt(step), args.window) for step in states(traj)]
+    views, _ = cut_everywhere(traj, args.window)
     losses = np.zeros((len(views), 4))
     h, ce = np.zeros((2, len(views), args.window))
     grid = np.full((len(views), len(traj.step)), np.nan)
@@ -165,11 +172,7 @@ def describe(by: str, traj, tok, window: int) -> dict:
     for i, token in enumerate(traj.response):
         if traj.step[i] < 0 or token in tok.end_ids:
             words[i] = "∎" if traj.step[i] >= 0 else ""
-    in_training = []
-    for step in states(traj):
-        cut = CutAt(step)
-        tabom_view(traj, cut, window)
-        in_training.append(bool(cut.in_training))
+    _, in_training = cut_everywhere(traj, window)
     return {"by": by, "correct": traj.correct, "words": words, "order": traj.order.tolist(),
             "row": np.where(traj.step < 0, -1, np.searchsorted(states(traj), traj.step)).tolist(),
             "inTraining": in_training, "models": []}

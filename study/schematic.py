@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from data import load_trajectories  # noqa: E402
 from model import load_model, load_tokenizer, read_config  # noqa: E402
-from page import measure, split_text, states  # noqa: E402
+from page import cut_everywhere, measure, split_text, states  # noqa: E402
 from util import Parser, stop, write_whole  # noqa: E402
 
 W, LAM, GAMMA = 4, 1.0, 0.2
@@ -106,10 +106,11 @@ def find_moment(model, trajs, tok, args):
         if x + width > WIDTH - 80:
             continue
         losses, h, ce, _ = measure(model, traj, args)
+        views, in_training = cut_everywhere(traj, W)
         for k, step in enumerate(states(traj)):
-            targets = traj.order[traj.step[traj.order] >= step][:W]
-            if len(targets) == W and max(targets) < len(words) and shows_all(h[k]):
-                return traj, words, step, targets.tolist(), losses[k], h[k], ce[k]
+            targets = views[k].targets.tolist()
+            if in_training[k] and max(targets) < len(words) and shows_all(h[k]):
+                return traj, words, step, targets, losses[k], h[k], ce[k]
     stop(f"{args.data}: no decoding of one line has a cut with all kinds of pairs; decode more prompts")
 
 
