@@ -107,7 +107,7 @@ TOY, COMMITTED = HERE / "study" / "base", HERE / "study" / "page.html"
 def toy(tmp_path_factory):
     """(folder with heldout.jsonl and two adapters, the page of them)."""
     folder = tmp_path_factory.mktemp("page")
-    prompts = [{"prompt": record["prompt"]} for record in data_of(COMMITTED)["records"]]
+    prompts = [{"prompt": record["prompt"]} for record in data_of(COMMITTED)["records"][:2]]
     write_lines(folder / "p.jsonl", prompts)
     make(decode, f"--model {TOY} --prompts {folder}/p.jsonl --tokens-per-step 2 --out {folder}/heldout.jsonl")
     adapters = []
