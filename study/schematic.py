@@ -3,8 +3,8 @@ The method in one picture, drawn from a real decoding: decode, cut, learn.
 
 $ python study/schematic.py --model study/base --data out/toy/heldout.jsonl
 
-It takes the first cut whose window has few enough pairs that cost something to list them, and all three kinds of pairs:
-out of order, in order by less than gamma, and in order by more.
+It takes the first cut whose window has all three kinds of pairs (out of order, in order by less than gamma, in order by
+more), and few enough that cost something to list them.
 
 W: window
 """
@@ -79,8 +79,10 @@ def hinges(h) -> dict:
 
 
 def shows_all(h) -> bool:
-    """Whether a window has all three kinds of pairs, and three at most that cost something."""
+    """Whether a window has all three kinds of pairs, at most three that cost something, and bars that differ."""
     cost = hinges(h)
+    if min(abs(h[r] - h[s]) for r, s in cost) < 0.03:
+        return False
     wrong = sum(h[r] >= h[s] for r, s in cost)
     paid = sum(value > 0 for value in cost.values())
     return 0 < wrong < paid <= 3
@@ -174,7 +176,7 @@ def draw(traj, words, step, targets, losses, h, ce) -> Picture:
         picture.disc(556, y - 5, max(3.5, 15 * value ** 0.5), "bad" if wrong else "near")
         picture.text(580, y, f"{r + 1} before {s + 1}:")
         picture.text(652, y, f"{h[r]:.2f} − {h[s]:.2f} + γ = {value:.2f}", "soft")
-        picture.text(858, y, "out of order" if wrong else "by less than γ", "soft end")
+        picture.text(858, y, "out of order" if wrong else "within γ", "soft end")
         y += 27
     picture.disc(556, y - 5, 2, "none")
     picture.text(580, y, f"{free} others:")

@@ -36,7 +36,8 @@ class Browser:
                  "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}",
                  "--remote-debugging-pipe"]               # which reads from 3 and writes to 4
         command = ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", CHROMIUM, *flags]
-        self.process = subprocess.Popen(command, pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL,
+                                        env=os.environ | {"TMPDIR": folder})
         os.close(to_browser)
         os.close(from_browser)
         self.sent, self.buffer, self.events, self.session = 0, b"", [], {}
