@@ -116,11 +116,12 @@ def find_moment(model, trajs, tok, args):
     stop(f"{args.data}: no decoding of one line has a cut with all kinds of pairs; decode more prompts")
 
 
-def draw(traj, words, step, targets, losses, h, ce) -> Picture:
+def draw(prompt, traj, words, step, targets, losses, h, ce) -> Picture:
     _, mean_ce, rank_loss, _ = losses
     picture, places = Picture(), place_words(words)
 
-    picture.heading(34, 1, "Decode.", "The model answers, unmasking token by token. The step of each is logged.")
+    picture.heading(34, 1, "Decode.", "The model answers, and the step of each token is logged.")
+    picture.text(858, 34, f"prompt: {prompt}", "soft end")
     for (x, width), word, at in zip(places, words, traj.step, strict=False):
         picture.box(x, 50, width, 26, "known")
         picture.text(x + width / 2, 68, word, "word")
@@ -199,9 +200,9 @@ def main():
     config = read_config(args.model)
     tok = load_tokenizer(config)
     trajs = load_trajectories(args.data, config, tok)
-    found = find_moment(load_model(config), trajs, tok, args)
-    draw(*found).save(args.out)
-    print(f"{args.out}: record {found[0].id}, cut before step {found[2] + 1}")
+    traj, words, step, *numbers = find_moment(load_model(config), trajs, tok, args)
+    draw(tok.decode(traj.prompt.tolist()), traj, words, step, *numbers).save(args.out)
+    print(f"{args.out}: record {traj.id}, cut before step {step + 1}")
 
 
 if __name__ == "__main__":
