@@ -251,6 +251,7 @@ def compute_loss(model, views, args, device):
         if args.rank_context == "exact" and args.lam > 0:
             h = exact_entropies(model, views, model.config.mask_id, device)
         loss, parts = tabom_loss(logp, batch, args, h)
+    # any further term (B,) is added here, to the loss and, if it should be logged, to the parts
     return loss, parts
 
 
