@@ -1,0 +1,478 @@
+"""
+forks/: each diff applies to the core, its command of forks/README.md runs, and it does what it says.
+
+A check runs in a child process whose modules are those of a fork, a copy of the core with the diff applied. Its first
+argument t is tests/tiny.py, imported again there: t.tabom, t.decode and so on are the fork's.
+"""
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tests.tiny
+from tests.tiny import (
+    CHILD,
+    HERE,
+    TASKS,
+    Fork,
+    assert_close_runs,
+    config_of,
+    corpus,
+    log_of,
+    read_lines,
+    run_ranks,
+    same_run,
+    write_lines,
+)
+
+DIFFS = sorted((HERE / "forks").glob("*.diff"))
+NAMES = [diff.stem for diff in DIFFS]
+README = (HERE / "forks" / "README.md").read_text()
+
+
+def copy_core(folder: Path, *names) -> Path:
+    """Our files with these diffs applied, by the real git apply."""
+    folder.mkdir(parents=True)
+    for file in HERE.glob("*.py"):
+        if not file.name.startswith("test_"):
+            shutil.copy(file, folder)
+    # the copy is no repository, and must not be taken for a part of one
+    env = CHILD | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for name in names:
+        command = ["git", "apply", str(HERE / "forks" / f"{name}.diff")]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"forks/{name}.diff: {done.stderr}forks/README.md says how to renew it"
+    return folder
+
+
+QUICK = "--window 4 --lora-r 4 --lr 1e-3 --warmup 2 --batch-size 4 --max-steps 5"
+MORE = {"on-policy": "--all --decode-flags=--length=8"}                     # answers of a random model, short
+
+
+def make_toy(folder, work: Path) -> Path:
+    """The files that the commands of forks/README.md name."""
+    toy = work / "out" / "toy"
+    toy.mkdir(parents=True)
+    rows = corpus(folder, 13)
+    for n, row in enumerate(rows):
+        row["correct"] = n % 3 > 0
+    write_lines(toy / "traj.jsonl", rows)
+    write_lines(toy / "other.jsonl", corpus(folder, 5))
+    write_lines(toy / "train.jsonl", [dict(id=row["id"], prompt=row["prompt"], answer="x") for row in rows])
+    return work
+
+
+def run_script(t, folder, work, script, flags):
+    """A script's main among the toy's files."""
+    os.chdir(work)
+    common = {"tabom": f"--data out/toy/traj.jsonl {QUICK}",
+              "decode": f"--model {folder} --prompts out/toy/train.jsonl --length 8"}
+    call(t, getattr(t, script), f"{common[script]} {flags}")
+
+
+def call(t, module, flags):
+    """A script's main."""
+    sys.argv = [f"{module.__name__}.py", *flags.split()]
+    module.main()
+
+
+@pytest.fixture(scope="session")
+def core_run(folders, tmp_path_factory) -> Path:
+    """The toy's files, and what the core makes of them. In this process: its children need not import anything then."""
+    work = make_toy(folders["llada"], tmp_path_factory.mktemp("core"))
+    before = os.getcwd(), sys.argv
+    run_script(tests.tiny, folders["llada"], work, "tabom", "--out out/tabom")
+    run_script(tests.tiny, folders["llada"], work, "decode", "--out out/decode.jsonl")
+    os.chdir(before[0])
+    sys.argv = before[1]
+    return work / "out"
+
+
+@pytest.fixture(scope="session")
+def forked(core_run, tmp_path_factory):
+    """forked("kl"): the folder of that fork."""
+    made = {}
+
+    def get(*names):
+        if names not in made:
+            made[names] = copy_core(tmp_path_factory.mktemp("-".join(names) or "core") / "fork", *names)
+        return made[names]
+    return get
+
+
+def enter(folder: Path):
+    """From now on this process has the fork's modules, and the tests' tools use them."""
+    for name in [file.stem for file in folder.glob("*.py")] + ["tests.tiny"]:
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("tests.tiny")
+
+
+def inside(folder: Path, check, *args):
+    """check(t, *args) in a child process that has entered the fork."""
+    child = Fork(target=lambda: check(enter(folder), *args))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, "the traceback is in the captured stderr"
+
+
+def fork(*names):
+    """The test below runs inside this fork."""
+    def wrap(check):
+        def test(forked, folders, tmp_path):
+            inside(forked(*names), check, folders["llada"], tmp_path)
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+    return wrap
+
+# -----------------------------------------------------------------------------
+# every fork
+
+def row_of(name: str) -> list[str]:
+    """Its row in forks/README.md."""
+    row, = re.findall(rf"^\| {name} \|.*", README, re.M)
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_readme_lists_every_fork():
+    assert sorted(re.findall(r"^\| ([a-z-]+) \| ", README, re.M)) == sorted([*NAMES, "fork"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diff_is_short_says_what_it_is_and_changes_the_core_only(name, forked):
+    lines = (HERE / "forks" / f"{name}.diff").read_text().splitlines()
+    assert len(lines) <= 60 and row_of(name)[3] == str(len(lines))
+    assert [line.split(":")[0] for line in lines[:3]] == ["# Idea", "# Source", "# Warning"]
+    for line in lines:
+        if line.startswith("+++ b/"):
+            assert (HERE / line[6:]).exists() and "/" not in line[6:] and "test" not in line
+    ruff = [sys.executable, "-m", "ruff", "check", "-q", "--config", str(HERE / "ruff.toml"), str(forked(name))]
+    assert not subprocess.run(ruff, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_of_the_readme_runs_and_without_flags_a_fork_is_the_core(name, forked, folders, tmp_path, core_run):
+    shutil.copytree(core_run / "toy", tmp_path / "out" / "toy")
+    launcher, script, flags = re.fullmatch(r"`(.*?)(\w+)\.py(.*)`", row_of(name)[4]).groups()
+    out = tmp_path / "out" / ("plain" if script == "tabom" else "plain.jsonl")
+    new = str(out).replace("plain", "new")
+
+    def both(t):
+        run_script(t, folders["llada"], tmp_path, script, f"--out {out}")
+        start = lambda: run_script(t, folders["llada"], tmp_path, script, f"--out {new} {flags} {MORE.get(name, '')}")
+        if launcher:
+            run_ranks(2, start)
+        else:
+            start()
+    inside(forked(name), both)
+    if script == "tabom":
+        assert len(log_of(Path(new))[1]) == 5
+        assert same_run(core_run / "tabom", out) or name == "listwise"
+    else:
+        assert len(read_lines(new)) == 13
+        assert out.read_text() == (core_run / "decode.jsonl").read_text()
+
+
+def test_forks_apply_together(tmp_path):
+    """Every pair but these."""
+    apart = {("fsdp", "full"), ("fsdp", "on-policy")}
+    env = CHILD | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    for a in NAMES:
+        folder = copy_core(tmp_path / a, a)
+        for b in NAMES:
+            if a < b:
+                done = []
+                for command in (["git", "apply"], ["git", "apply", "-R"]):
+                    command.append(str(HERE / "forks" / f"{b}.diff"))
+                    done.append(subprocess.run(command, cwd=folder, env=env, capture_output=True).returncode)
+                assert (done == [0, 0]) == ((a, b) not in apart), (a, b)
+
+
+LOSSES = {"kl": 0.1, "focal": 1, "papl": 1, "cap": 0.1, "rank-block": 8}
+
+
+@fork("listwise", "kl", "negatives", "focal", "block-ranking", "papl", "cap")
+def test_all_losses_together_train(t, folder, tmp_path):
+    make_toy(folder, tmp_path)
+    flags = " ".join(f"--{name} {weight}" for name, weight in LOSSES.items())
+    run_script(t, folder, tmp_path, "tabom", f"--out out/all --negatives {flags}")
+    _, rows = log_of(tmp_path / "out" / "all")
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["ce"] + row["rank_loss"] + 0.1 * row["kl"] + 0.1 * row["cap"], rel=1e-4)
+
+
+def test_readme_shows_a_fork_as_it_is():
+    for shown in re.findall(r"```diff\n(--- a/.*?)```", (HERE / "README.md").read_text(), re.S):
+        assert any(shown in diff.read_text() for diff in DIFFS)
+
+# -----------------------------------------------------------------------------
+# losses, against plain loops over one state at a time
+
+def scene(t, folder, tmp_path, flags):
+    """A model with an adapter, views, and the loss of each with its parts; by hand: logp (W, V) of each view."""
+    args = t.training_args(f"--window 5 {flags}")
+    net, trajs = t.adapted(folder), t.read_shapes(folder, tmp_path, "")
+    views = t.views_of(trajs, args)
+    loss, parts = t.losses(net, views, args)
+    logps = []
+    for view in views:
+        z = torch.tensor(t.state_logits(net, view.traj, view.visible)).log_softmax(-1)
+        logps.append(z[view.targets])
+    return net, views, loss.tolist(), {name: x.tolist() for name, x in parts.items()}, logps
+
+
+def numbers(view, logp):
+    """Cross-entropy and entropy of each target."""
+    ce = [-logp[w, view.traj.response[position]].item() for w, position in enumerate(view.targets)]
+    return ce, [-sum(math.exp(x) * x for x in row) for row in logp.tolist()]
+
+
+def hinge(h, gamma=0.2, pairs=None) -> float:
+    """Mean over the pairs: r before s should have the lower entropy, by gamma."""
+    pairs = [(r, s) for s in range(len(h)) for r in range(s)] if pairs is None else pairs
+    return sum(max(0.0, h[r] - h[s] + gamma) for r, s in pairs) / max(1, len(pairs))
+
+
+close = lambda want: pytest.approx(want, rel=1e-3, abs=1e-4)
+
+
+@fork("listwise")
+def test_listwise_is_the_likelihood_of_drawing_the_order_one_by_one(t, folder, tmp_path):
+    _, views, loss, parts, logps = scene(t, folder, tmp_path, "--lam 2")
+    for b, view in enumerate(views):
+        ce, h = numbers(view, logps[b])
+        # the next position is drawn among those that are left, with weights exp(-h)
+        chances = [math.exp(-h[r]) / sum(math.exp(-x) for x in h[r:]) for r in range(len(h))]
+        rank_loss = -sum(math.log(chance) for chance in chances) / len(h)
+        assert parts["rank_loss"][b] == close(rank_loss)
+        assert loss[b] == close(sum(ce) / len(ce) + 2 * rank_loss)
+
+
+@fork("kl")
+def test_kl_is_0_at_the_start_and_then_that_of_the_two_distributions(t, folder, tmp_path):
+    net, views, loss, parts, logps = scene(t, folder, tmp_path, "--lam 0 --kl 3")
+    base = t.load(folder)
+    for b, view in enumerate(views):
+        q = torch.tensor(t.state_logits(base, view.traj, view.visible)).log_softmax(-1)[view.targets]
+        kl = sum(math.exp(x) * (x - y) for p_row, q_row in zip(logps[b].tolist(), q.tolist(), strict=True)
+                 for x, y in zip(p_row, q_row, strict=True)) / len(view.targets)
+        assert parts["kl"][b] == close(kl) and kl > 0.01
+        assert loss[b] == close(parts["ce"][b] + 3 * kl)
+    new = t.load(folder)
+    t.lora.add(new, ["q_proj", "v_proj"], 4, 4)
+    loss, parts = t.losses(new, views, t.training_args("--window 5 --kl 3"))
+    assert parts["kl"].abs().max() < 1e-6
+    assert torch.allclose(loss, t.losses(new, views, t.training_args("--window 5"))[0], atol=1e-5)
+
+
+@fork("negatives")
+def test_negatives_give_no_cross_entropy_and_raise_the_violation_of_their_order(t, folder, tmp_path):
+    args = t.training_args("--window 5 --negatives --gamma 0.3")
+    net, trajs = t.adapted(folder), t.read_shapes(folder, tmp_path, "")
+    for n, traj in enumerate(trajs):
+        traj.correct = [True, False, None][n % 3]
+    views = t.views_of(trajs, args)
+    loss, parts = t.losses(net, views, args)
+    for b, view in enumerate(views):
+        ce, h = numbers(view, torch.tensor(t.state_logits(net, view.traj, view.visible)).log_softmax(-1)[view.targets])
+        wrong = view.traj.correct is False
+        assert parts["ce"][b].item() == (0 if wrong else close(sum(ce) / len(ce)))
+        assert parts["rank_loss"][b].item() == close(hinge([-x for x in h] if wrong else h, 0.3))
+    # a step on wrong records only
+    wrong = [view for view in views if view.traj.correct is False]
+    plain = lambda: t.losses(net, wrong, t.training_args("--window 5 --gamma 0.3"))[1]["rank_loss"].sum().item()
+    before, params = plain(), list(t.lora.parameters(net).values())
+    grads = torch.autograd.grad(t.losses(net, wrong, args)[0].sum(), params)
+    for p, g in zip(params, grads, strict=True):
+        p.data -= 1e-3 * g
+    assert plain() > before
+
+
+@fork("focal")
+def test_focal_weighs_by_the_logged_entropy_and_equal_entropies_change_nothing(t, folder, tmp_path):
+    net, views, loss, parts, logps = scene(t, folder, tmp_path, "--lam 0 --focal 2")
+    for b, view in enumerate(views):
+        ce, _ = numbers(view, logps[b])
+        weight = [(view.traj.entropy[position] + 1e-3) ** 2 for position in view.targets]
+        assert loss[b] == close(sum(w * x for w, x in zip(weight, ce, strict=True)) / sum(weight))
+    for view in views:
+        view.traj.entropy[:] = 0.7
+    focal, plain = (t.losses(net, views, t.training_args(f"--focal {power}"))[0] for power in (2, 0))
+    assert torch.allclose(focal, plain, atol=1e-5)
+
+
+@fork("block-ranking")
+def test_block_ranking_has_no_pair_across_blocks(t, folder, tmp_path):
+    _, views, _, parts, logps = scene(t, folder, tmp_path, "--rank-block 4")
+    some = 0
+    for b, view in enumerate(views):
+        _, h = numbers(view, logps[b])
+        pairs = [(r, s) for s in range(len(h)) for r in range(s) if view.targets[r] // 4 == view.targets[s] // 4]
+        assert parts["rank_loss"][b] == close(hinge(h, pairs=pairs))
+        some += 0 < len(pairs) < len(h) * (len(h) - 1) // 2
+    assert some >= 3
+
+
+@fork("papl")
+def test_papl_weighs_by_the_planners_chance_of_a_position(t, folder, tmp_path):
+    _, views, loss, _, logps = scene(t, folder, tmp_path, "--method sft --papl 1.5")
+    for b, view in enumerate(views):
+        ce, _ = numbers(view, logps[b])
+        chance = [math.exp(-x) / sum(math.exp(-y) for y in ce) for x in ce]
+        assert loss[b] == close(sum((1 + 1.5 * w) * x for w, x in zip(chance, ce, strict=True)) / len(ce))
+
+
+@fork("cap")
+def test_cap_is_the_entropy_where_the_most_probable_token_is_right(t, folder, tmp_path):
+    net, views, _, _, logps = scene(t, folder, tmp_path, "")
+    for logp, view in zip(logps[1:], views[1:], strict=True):                # none is right in the first view
+        view.traj.response[view.targets[::2]] = logp[::2].argmax(-1).numpy()
+    loss, parts = t.losses(net, views, t.training_args("--lam 0 --cap 0.5"))
+    for b, view in enumerate(views):
+        _, h = numbers(view, logps[b])
+        right = [h[w] for w, position in enumerate(view.targets)
+                 if logps[b][w].argmax().item() == view.traj.response[position]]
+        assert (len(right) == 0) == (b == 0)
+        assert parts["cap"][b].item() == close(sum(right) / max(1, len(right)))
+        assert loss[b].item() == close(parts["ce"][b].item() + 0.5 * parts["cap"][b].item())
+
+# -----------------------------------------------------------------------------
+# data, model and loop
+
+@fork("mix")
+def test_mix_gives_each_file_its_share_and_repeats_nothing_in_an_epoch(t, folder, tmp_path):
+    write_lines(tmp_path / "a.jsonl", [row | {"id": f"a{n}"} for n, row in enumerate(corpus(folder, 21))])
+    write_lines(tmp_path / "b.jsonl", [row | {"id": f"b{n}"} for n, row in enumerate(corpus(folder, 12))])
+    for share, a, b in ((0.25, 21, 7), (0.6, 8, 12)):
+        out = tmp_path / str(share)
+        call(t, t.tabom, f"--data {tmp_path}/a.jsonl --mix {tmp_path}/b.jsonl --share {share} --out {out} --epochs 2 "
+                         f"--window 4 --lora-r 4")
+        epochs = {1: [], 2: []}
+        for row in log_of(out)[1]:
+            epochs[row["epoch"]] += row["samples"]
+        for samples in epochs.values():
+            assert len(set(samples)) == len(samples)
+            assert [sum(id[0] == name for id in samples) for name in "ab"] == [a, b]
+        assert set(epochs[1]) != set(epochs[2])
+
+
+@fork("full")
+def test_full_saves_a_checkpoint_that_differs_in_the_trained_layers_only(t, folder, tmp_path):
+    write_lines(tmp_path / "t.jsonl", corpus(folder, 6))
+    call(t, t.tabom, f"--data {tmp_path}/t.jsonl --out {tmp_path}/run --full-layers 1 --epochs 2 --window 4 --lr 1e-2")
+    old = load_file(Path(folder) / "model.safetensors")
+    new = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert old.keys() == new.keys()
+    for name, x in old.items():
+        assert torch.equal(x, new[name]) == (".blocks.1." not in name), name
+    # it loads, and computes what the trained model did; the tokenizer is there
+    net = t.load(tmp_path / "run" / "last")
+    assert net.config.vocab == t.load(folder).config.vocab
+    t.tokenizer(str(tmp_path / "run" / "last"))
+
+
+def test_fsdp_on_two_ranks_equals_one_process(forked, folders, tmp_path):
+    """Uneven: 21 records in batches of 8, so the last has 3 and 2, and then micro-batches of 2."""
+    source = write_lines(tmp_path / "t.jsonl", corpus(folders["llada"], 21))
+    flags = f"--data {source} --window 4 --lora-r 4 --lr 1e-3 --warmup 2 --epochs 2 --batch-size 2"
+    inside(forked(), lambda t: call(t, t.tabom, f"{flags} --out {tmp_path}/one --grad-accum 4"))
+    two = lambda t: call(t, t.tabom, f"{flags} --out {tmp_path}/two --grad-accum 2 --fsdp")
+    inside(forked("fsdp"), lambda t: run_ranks(2, lambda: two(t)))
+    assert_close_runs(tmp_path / "one", tmp_path / "two")
+
+
+@fork("on-policy")
+def test_on_policy_trains_its_second_epoch_on_what_the_adapter_decoded(t, folder, tmp_path):
+    """By hand: train an epoch, decode with its adapter, put these records into the file, and resume."""
+    prompts, source = write_lines(tmp_path / "p.jsonl", TASKS), tmp_path / "t.jsonl"
+    how = f"--model {folder} --prompts {prompts} --length 8 --tokens-per-step 2"
+    call(t, t.decode, f"{how} --out {source}")
+    flags = f"--data {source} --all --window 4 --lora-r 4 --lr 0.02 --warmup 0 --epochs 2 --batch-size 2"
+    call(t, t.tabom, f"{flags} --out {tmp_path}/new --on-policy {prompts} --decode-flags=--length=8")
+    first = source.read_text()
+    # the same without the flag, stopped after the first epoch
+    real = t.tabom.get_lr
+    t.tabom.get_lr = lambda step, *a: real(step, *a) if step < 3 else sys.exit(0)
+    with pytest.raises(SystemExit):
+        call(t, t.tabom, f"{flags} --out {tmp_path}/hand")
+    t.tabom.get_lr = real
+    call(t, t.decode, f"--model {folder} --prompts {prompts} --length 8 --adapter {tmp_path}/hand/epoch-1 --out "
+                      f"{tmp_path}/second.jsonl")
+    second = {row["id"]: row for row in read_lines(tmp_path / "second.jsonl")}
+    records = {row["id"]: row for row in read_lines(tmp_path / "new" / "decoded-1.jsonl")}
+    assert all(records[id]["response_token_ids"] == row["response_token_ids"] for id, row in second.items())
+    write_lines(source, [second[row["id"]] for row in read_lines(source)])
+    assert source.read_text() != first
+    call(t, t.tabom, f"{flags} --out {tmp_path}/hand --resume")
+    assert_close_runs(tmp_path / "new", tmp_path / "hand")
+
+
+@fork("family")
+def test_family_loads_a_llama_shaped_model(t, folder, tmp_path):
+    """Dream's names without the biases, LLaDA's tokenizer, no shift; equal to transformers' Llama, not causal."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    llama = shutil.copytree(folder, tmp_path / "llama")
+    names = {name: shape for name, shape in t.hub_shapes("Dream").items() if not name.endswith("bias")}
+    g = torch.Generator().manual_seed(0)
+    weights = {name: 0.5 * torch.randn(shape, generator=g) for name, shape in names.items()}
+    save_file(weights, llama / "model.safetensors")
+    config = config_of("Dream") | {"model_type": "llama-mdm"}
+    (llama / "config.json").write_text(json.dumps(config))
+    theirs = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.items() if k not in ("model_type", "auto_map")},
+                                          attn_implementation="eager"))
+    theirs.load_state_dict(load_file(llama / "model.safetensors"))
+    row = [3, 1, 4, 1, 5, 9, 2]
+    want = theirs(torch.tensor([row]), attention_mask=torch.zeros(1, 1, 7, 7)).logits[0]
+    torch.testing.assert_close(t.full(t.load(llama), [row])[0], want.detach(), atol=1e-4, rtol=1e-4)
+    # and it decodes
+    prompts = write_lines(tmp_path / "p.jsonl", TASKS)
+    call(t, t.decode, f"--model {llama} --prompts {prompts} --length 8 --out {tmp_path}/t.jsonl")
+    assert {row["decode"]["schedule"] for row in read_lines(tmp_path / "t.jsonl")} == {"even"}
+
+# -----------------------------------------------------------------------------
+# flags
+
+REFUSED = [
+    ("kl", "--kl -1", "--kl: -1 is negative"),
+    ("focal", "--focal nan", "--focal: nan"),
+    ("papl", "--papl -0.1", "--papl: -0.1"),
+    ("cap", "--cap -1", "--cap: -1"),
+    ("block-ranking", "--rank-block -8", "--rank-block: -8 is negative"),
+    ("negatives", "--negatives --lam 0", "--negatives: reverses"),
+    ("negatives", "--negatives --all", "--negatives: reverses"),
+    ("full", "--full-layers 1 --method t3d", "--full-layers 1"),
+    ("full", "--full-layers -1", "--full-layers: -1"),
+    ("mix", "--mix b --share 1.5", "--share 1.5"),
+    ("fsdp", "--fsdp", "--fsdp: start it with torchrun"),
+    ("on-policy", "--on-policy nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ("on-policy", "--on-policy {source} --decode-flags=--steps=999", "--steps 999"),
+    ("focal", "--focal 1 --data {bare}", "has no entropies"),
+]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in REFUSED}))
+def test_wrong_flags_of_a_fork_end_with_one_line(name, forked, folders, tmp_path):
+    rows = corpus(folders["llada"], 3)
+    source = write_lines(tmp_path / "t.jsonl", rows)
+    bare = write_lines(tmp_path / "bare.jsonl", [{k: v for k, v in row.items() if k != "entropy"} for row in rows])
+
+    def check(t):
+        for fork, flags, words in REFUSED:
+            if fork == name:
+                printed = io.StringIO()
+                with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as e:
+                    call(t, t.tabom, f"--data {source} --out {tmp_path}/o {flags.format(source=source, bare=bare)}")
+                lines = printed.getvalue().splitlines()
+                assert e.value.code == 2 and len(lines) == 1 and words in lines[0], lines
+    inside(forked(name), check)
