@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -181,7 +182,8 @@ def test_command_of_the_readme_runs_and_without_flags_a_fork_is_the_core(name, f
         assert same_run(core_run / "tabom", out) or name == "listwise"
     else:
         assert len(read_lines(new)) == 13
-        assert out.read_text() == (core_run / "decode.jsonl").read_text()
+        for row, want in zip(read_lines(out), read_lines(core_run / "decode.jsonl"), strict=True):
+            assert row | {"decode": want["decode"]} == want                  # the settings have the fork's flag
 
 
 def test_forks_apply_together(tmp_path):
@@ -441,23 +443,108 @@ def test_family_loads_a_llama_shaped_model(t, folder, tmp_path):
     assert {row["decode"]["schedule"] for row in read_lines(tmp_path / "t.jsonl")} == {"even"}
 
 # -----------------------------------------------------------------------------
+# decoding, against plain loops
+
+def decode_by_hand(t, net, prompt, N, choose):
+    """
+    One row alone, greedily. choose: the log-probabilities of what is still masked, {position: list}, to the positions
+    that are unmasked now. Gives the tokens and the steps.
+    """
+    mask_id, step = net.config.mask_id, 0
+    canvas, steps = [mask_id] * N, [-1] * N
+    while mask_id in canvas:
+        logp = t.plain_logits(net, prompt, canvas).log_softmax(-1)
+        for j in choose({j: logp[j].tolist() for j in range(N) if canvas[j] == mask_id}):
+            logp[j, mask_id] = -math.inf
+            canvas[j], steps[j] = int(logp[j].argmax()), step
+        step += 1
+    return canvas, steps
+
+
+def settings(t, folder, flags):
+    """Decoding settings without an end, so that the whole canvas is decoded."""
+    return t.settings(folder, flags, end_ids=[-1])
+
+
+@fork("score")
+def test_score_orders_by_the_runner_up(t, folder, tmp_path):
+    net, s = t.load(folder), settings(t, folder, "--length 12 --score second")
+    best = lambda logp: [min(logp, key=lambda j: sorted(logp[j])[-2])]
+    for prompt in t.prompts_of("llada"):
+        traj, = t.run(net, [prompt], s)
+        assert (traj.response.tolist(), traj.step.tolist()) == decode_by_hand(t, net, prompt, 12, best)
+
+
+@fork("entropy-bound")
+def test_entropy_bound_is_never_exceeded_but_for_the_first_token(t, folder, tmp_path):
+    net = t.load(folder)
+    counts = set()
+    for bound in (0, 1.5, 4, 1000):
+        def choose(logp, bound=bound):
+            h = {j: -sum(math.exp(x) * x for x in row) for j, row in logp.items()}
+            taken = []
+            for j in sorted(h, key=h.get):
+                if sum(h[i] for i in taken) > bound:     # the sum of all but the largest, which is j's
+                    break
+                taken.append(j)
+            counts.add(len(taken))
+            return taken
+        s = settings(t, folder, f"--length 12 --score entropy --entropy-bound {bound}")
+        for prompt in t.prompts_of("llada"):
+            traj, = t.run(net, [prompt], s)
+            assert (traj.response.tolist(), traj.step.tolist()) == decode_by_hand(t, net, prompt, 12, choose)
+    assert {1, 2, 3, 12} <= counts
+
+
+def check_cache(t, family, folder):
+    prompts, flags = t.prompts_of(family), "--length 12 --block 4 --temperature 0"
+    sizes = []
+    real = t.models.Block.forward
+    t.models.Block.forward = lambda self, x, *a: (sizes.append(x.shape[1]), real(self, x, *a))[1]
+    for layers in (2, 1):
+        net = t.load(folder)
+        net.blocks, net.config.layers = net.blocks[:layers], layers
+        plain = t.run(net, prompts, settings(t, folder, flags))
+        # one layer: outside the block nothing changes, so that any K is exact
+        for k in (1, 3, 100):
+            sizes.clear()
+            cached, alone = (t.run(net, prompts, settings(t, folder, f"{flags} --cache {k}"), size) for size in (3, 1))
+            same = [[np.array_equal(getattr(x, name), getattr(y, name)) for name in ("response", "step")]
+                    for x, y in zip(cached, plain, strict=True)]
+            assert np.all(same) == (k == 1 or layers == 1)
+            assert all(np.array_equal(x.response, y.response) for x, y in zip(cached, alone, strict=True))
+            if k == 100:                                 # at the end only blocks, and the token before with a shift
+                assert sizes[-3 * layers:] == 3 * layers * [4 + net.config.family["shift"]]
+
+
+@pytest.mark.parametrize("family", ["llada", "Dream"])
+def test_kv_cache_of_1_is_exact_and_a_longer_one_in_a_model_of_one_layer(family, forked, folders):
+    inside(forked("kv-cache"), check_cache, family, folders[family])
+
+# -----------------------------------------------------------------------------
 # flags
 
 REFUSED = [
-    ("kl", "--kl -1", "--kl: -1 is negative"),
-    ("focal", "--focal nan", "--focal: nan"),
-    ("papl", "--papl -0.1", "--papl: -0.1"),
-    ("cap", "--cap -1", "--cap: -1"),
-    ("block-ranking", "--rank-block -8", "--rank-block: -8 is negative"),
-    ("negatives", "--negatives --lam 0", "--negatives: reverses"),
-    ("negatives", "--negatives --all", "--negatives: reverses"),
-    ("full", "--full-layers 1 --method t3d", "--full-layers 1"),
-    ("full", "--full-layers -1", "--full-layers: -1"),
-    ("mix", "--mix b --share 1.5", "--share 1.5"),
-    ("fsdp", "--fsdp", "--fsdp: start it with torchrun"),
-    ("on-policy", "--on-policy nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("on-policy", "--on-policy {source} --decode-flags=--steps=999", "--steps 999"),
-    ("focal", "--focal 1 --data {bare}", "has no entropies"),
+    ("kl", "tabom --kl -1", "--kl: -1 is negative"),
+    ("focal", "tabom --focal nan", "--focal: nan"),
+    ("papl", "tabom --papl -0.1", "--papl: -0.1"),
+    ("cap", "tabom --cap -1", "--cap: -1"),
+    ("block-ranking", "tabom --rank-block -8", "--rank-block: -8 is negative"),
+    ("negatives", "tabom --negatives --lam 0", "--negatives: reverses"),
+    ("negatives", "tabom --negatives --all", "--negatives: reverses"),
+    ("full", "tabom --full-layers 1 --method t3d", "--full-layers 1"),
+    ("full", "tabom --full-layers -1", "--full-layers: -1"),
+    ("mix", "tabom --mix b --share 1.5", "--share 1.5"),
+    ("fsdp", "tabom --fsdp", "--fsdp: start it with torchrun"),
+    ("on-policy", "tabom --on-policy nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ("on-policy", "tabom --on-policy {source} --decode-flags=--steps=999", "--steps 999"),
+    ("focal", "tabom --focal 1 --data {bare}", "has no entropies"),
+    ("entropy-bound", "decode --entropy-bound -1", "--entropy-bound: -1 is negative"),
+    ("entropy-bound", "decode --entropy-bound 1 --steps 8", "--entropy-bound: says how many"),
+    ("entropy-bound", "decode --entropy-bound 1 --schedule dream", "--entropy-bound: says how many"),
+    ("entropy-bound", "eval --entropy-bound 1 --parallel 2", "--parallel: sets"),
+    ("kv-cache", "decode --cache -1", "--cache: -1 is negative"),
+    ("score", "decode --score third", "invalid choice: 'third'"),
 ]
 
 
@@ -467,12 +554,17 @@ def test_wrong_flags_of_a_fork_end_with_one_line(name, forked, folders, tmp_path
     source = write_lines(tmp_path / "t.jsonl", rows)
     bare = write_lines(tmp_path / "bare.jsonl", [{k: v for k, v in row.items() if k != "entropy"} for row in rows])
 
+    base = {"tabom": f"--data {source} --out {tmp_path}/o",
+            "decode": f"--model {folders['llada']} --prompts {source} --out {tmp_path}/o.jsonl",
+            "eval": f"--model {folders['llada']} --prompts {source} --out {tmp_path}/r"}
+
     def check(t):
-        for fork, flags, words in REFUSED:
+        for fork, command, words in REFUSED:
             if fork == name:
+                script, flags = command.format(source=source, bare=bare).split(" ", 1)
                 printed = io.StringIO()
                 with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as e:
-                    call(t, t.tabom, f"--data {source} --out {tmp_path}/o {flags.format(source=source, bare=bare)}")
+                    call(t, importlib.import_module(script), f"{base[script]} {flags}")
                 lines = printed.getvalue().splitlines()
                 assert e.value.code == 2 and len(lines) == 1 and words in lines[0], lines
     inside(forked(name), check)

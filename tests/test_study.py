@@ -1,22 +1,16 @@
-"""The toy, the study's report, the benchmark, and README's forks."""
-import json
-import re
+"""The toy, the study's report and the benchmark."""
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 import bench
 import decode
 import model as models
-import report
 import toy
 from data import text_of
-from tests.tiny import HERE, config_of, load, plain_logits, read_lines, write_lines
+from tests.tiny import HERE, load, read_lines
 
 
 def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
@@ -116,59 +110,3 @@ def test_plan_prices_every_stage(monkeypatch, capsys):
         assert f"small on 1 x {gpu}" in printed
     for stage in ("decode the prompts", "train tabom", "train t3d --grad-checkpoint"):
         assert printed.count(stage) >= 3
-
-
-def readme_fork(number, folder):
-    """A copy of our files with README's diff applied by content: what it removes must occur exactly once."""
-    diff = re.findall(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)[number]
-    assert len(diff.splitlines()) <= 15
-    folder.mkdir()
-    for file in HERE.glob("*.py"):
-        shutil.copy(file, folder)
-    for part in re.split(r"^--- ", diff, flags=re.M)[1:]:
-        name, *lines = part.rstrip("\n").split("\n")
-        old = "".join(line[1:] + "\n" for line in lines if line[0] in "- ")
-        new = "".join(line[1:] + "\n" for line in lines if line[0] in "+ ")
-        source = (folder / name).read_text()
-        assert source.count(old) == 1, f"{name} has {source.count(old)} places like\n{old}"
-        (folder / name).write_text(source.replace(old, new))
-    return folder
-
-
-def test_fork_a_listwise_ranking_loss(tmp_path):
-    """Plackett-Luce: the negative log-probability of the decoding order, drawn one by one with weights exp(-h)."""
-    code = """if 1:
-        import math, torch, tabom
-        logp = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-        zeros, valid = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[True, True, True, False]])
-        batch = tabom.Batch(zeros, valid, zeros, zeros, valid, zeros, zeros)
-        loss, parts = tabom.tabom_loss(logp, batch, tabom.parse_args(["--data", "-"]))
-        h = [-sum(p * math.log(p) for p in row.exp().tolist()) for row in logp[0, :3]]
-        want = sum(math.log(sum(math.exp(-x) for x in h[r:])) + h[r] for r in range(3)) / 3
-        assert abs(parts["rank_loss"].item() - want) < 1e-5, (parts, want)"""
-    subprocess.run([sys.executable, "-c", code], cwd=readme_fork(0, tmp_path / "f"), check=True)
-
-
-def decode_in(fork, model, tmp_path, *flags) -> dict:
-    prompts, out = write_lines(tmp_path / "p.jsonl", [{"prompt": "abc"}]), tmp_path / "t.jsonl"
-    argv = [sys.executable, "decode.py", "--model", model, "--prompts", prompts, "--out", out, "--length=8", *flags]
-    subprocess.run(argv, cwd=fork, check=True, capture_output=True)
-    return json.loads(out.read_text())
-
-
-def test_fork_another_score(tmp_path, folders, nets):
-    record = decode_in(readme_fork(1, tmp_path / "f"), folders["llada"], tmp_path, "--score", "second")
-    logits = plain_logits(nets["llada"], record["prompt_token_ids"], [nets["llada"].config.mask_id] * 8)
-    second = logits.softmax(-1).sort(-1).values[:, -2]
-    assert record["method"] == "second" and record["decoding_order"][int(second.argmin())] == 0
-
-
-def test_fork_another_model_family(tmp_path, folders, refused):
-    """A Llama-shaped diffusion model: Dream's names without the biases, LLaDA's tokenizer, no shift."""
-    folder = shutil.copytree(folders["llada"], tmp_path / "m")
-    weights = load_file(Path(folders["Dream"]) / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if not k.endswith("bias")}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_of("Dream") | {"model_type": "llama-mdm"}))
-    assert decode_in(readme_fork(2, tmp_path / "f"), folder, tmp_path)["decode"]["schedule"] == "even"
-    with refused("llama-mdm"):                           # our own model.py does not know it
-        models.read_config(str(folder))
