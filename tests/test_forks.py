@@ -68,8 +68,8 @@ def make_toy(folder, work: Path) -> Path:
     rows = corpus(folder, 13)
     for n, row in enumerate(rows):
         row["correct"] = n % 3 > 0
-    write_lines(toy / "traj.jsonl", rows)
-    write_lines(toy / "other.jsonl", corpus(folder, 5))
+    write_lines(toy / "greedy.jsonl", rows)
+    write_lines(toy / "sampled.jsonl", corpus(folder, 5))
     write_lines(toy / "train.jsonl", [dict(id=row["id"], prompt=row["prompt"], answer="x") for row in rows])
     return work
 
@@ -77,7 +77,7 @@ def make_toy(folder, work: Path) -> Path:
 def run_script(t, folder, work, script, flags):
     """A script's main among the toy's files."""
     os.chdir(work)
-    common = {"tabom": f"--data out/toy/traj.jsonl {QUICK}",
+    common = {"tabom": f"--data out/toy/greedy.jsonl {QUICK}",
               "decode": f"--model {folder} --prompts out/toy/train.jsonl --length 8"}
     call(t, getattr(t, script), f"{common[script]} {flags}")
 
@@ -401,7 +401,10 @@ def test_on_policy_trains_its_second_epoch_on_what_the_adapter_decoded(t, folder
     how = f"--model {folder} --prompts {prompts} --length 8 --tokens-per-step 2"
     call(t, t.decode, f"{how} --out {source}")
     flags = f"--data {source} --all --window 4 --lora-r 4 --lr 0.02 --warmup 0 --epochs 2 --batch-size 2"
-    call(t, t.tabom, f"{flags} --out {tmp_path}/new --on-policy {prompts} --decode-flags=--length=8")
+    fork_flags = f"{flags} --on-policy {prompts} --decode-flags=--length=8"
+    call(t, t.tabom, f"{fork_flags} --out {tmp_path}/new")
+    run_ranks(2, lambda: call(t, t.tabom, f"{fork_flags} --out {tmp_path}/two --batch-size 1"))
+    assert_close_runs(tmp_path / "new", tmp_path / "two")
     first = source.read_text()
     # the same without the flag, stopped after the first epoch
     real = t.tabom.get_lr
