@@ -389,7 +389,15 @@ def test_fsdp_on_two_ranks_equals_one_process(forked, folders, tmp_path):
     source = write_lines(tmp_path / "t.jsonl", corpus(folders["llada"], 21))
     flags = f"--data {source} --window 4 --lora-r 4 --lr 1e-3 --warmup 2 --epochs 2 --batch-size 2"
     inside(forked(), lambda t: call(t, t.tabom, f"{flags} --out {tmp_path}/one --grad-accum 4"))
-    two = lambda t: call(t, t.tabom, f"{flags} --out {tmp_path}/two --grad-accum 2 --fsdp")
+
+    def two(t):
+        sharded = []
+        real = t.tabom.shard
+        t.tabom.shard = lambda model, *rest: sharded.append(model) or real(model, *rest)
+        call(t, t.tabom, f"{flags} --out {tmp_path}/two --grad-accum 2 --fsdp")
+        # a rank keeps half of the base, and the whole adapter
+        mine = sum(p.to_local().numel() for p in sharded[0].parameters() if hasattr(p, "to_local"))
+        assert mine < 0.51 * sum(p.numel() for p in t.load(folders["llada"]).parameters())
     inside(forked("fsdp"), lambda t: run_ranks(2, lambda: two(t)))
     assert_close_runs(tmp_path / "one", tmp_path / "two")
 
