@@ -1,5 +1,9 @@
 """The toy, the study's report and the benchmark."""
+<<<<<<< HEAD
+import json
+import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -8,6 +12,8 @@ import pytest
 import bench
 import decode
 import model as models
+import report
+import study
 import toy
 from data import text_of
 from tests.tiny import HERE, load, read_lines
