@@ -1,9 +1,5 @@
-"""The toy, the study's report and the benchmark."""
-<<<<<<< HEAD
-import json
-import re
+"""The toy, its base model and the benchmark."""
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -12,8 +8,6 @@ import pytest
 import bench
 import decode
 import model as models
-import report
-import study
 import toy
 from data import text_of
 from tests.tiny import HERE, load, read_lines
