@@ -92,7 +92,6 @@ toy() {
     for answers in greedy sampled; do                    # a run that was interrupted has them in another order
         LC_ALL=C sort -o "$d/$answers.jsonl" "$d/$answers.jsonl"
     done
-    run $decode "$d/test-long.jsonl" --limit 24 --out "$d/heldout.jsonl"
 
     # three methods on both, and as much more pretraining (1 minute)
     for answers in greedy sampled; do
@@ -103,7 +102,9 @@ toy() {
     train greedy/tabom --data "$d/greedy.jsonl" & other=$!
     train sampled/tabom --data "$d/sampled.jsonl"
     wait $other
-    train control --method sft --data "$d/pretrain.jsonl"
+    train control --method sft --data "$d/pretrain.jsonl" & other=$!
+    run $decode "$d/test-long.jsonl" --limit 24 --out "$d/heldout.jsonl"
+    wait $other
 
     # long chains at 1, 2 and 4 tokens per step; what was forgotten of short ones and of logic (2 minutes)
     adapters=(control="$d/control/last")
