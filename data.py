@@ -176,7 +176,10 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
         # Qwen3 would think aloud first; other templates do not know the word
         text = tok.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True,
                                        enable_thinking=False)
-    return tok(text, add_special_tokens=False)["input_ids"]
+    try:
+        return tok(text, add_special_tokens=False)["input_ids"]
+    except Exception as e:                               # the toy's tokenizer has no token for a word that it misses
+        stop(f"{item['place']}: {text[:40]!r} has a word that the tokenizer does not know ({e}); correct the prompt")
 
 # -----------------------------------------------------------------------------
 # trajectories

@@ -103,7 +103,7 @@ toy() {
     train sampled/tabom --data "$d/sampled.jsonl"
     wait $other
     train control --method sft --data "$d/pretrain.jsonl" & other=$!
-    run $decode "$d/test-long.jsonl" --limit 24 --out "$d/heldout.jsonl"
+    run $decode "$d/val-long.jsonl" --limit 8 --out "$d/heldout.jsonl"
     wait $other
 
     # long chains at 1, 2 and 4 tokens per step; what was forgotten of short ones and of logic (2 minutes)
@@ -121,11 +121,11 @@ toy() {
     measure logic --prompts "$d/test-logic.jsonl" --adapter "${adapters[@]}"
     wait $other
 
-    # pictures (20 s)
+    # a picture, and the page: what base and adapters do on prompts that none of them was trained on (30 s)
     measure tds --prompts "$d/test-long.jsonl" --limit 32 --tds 32 --adapter "${adapters[@]:5}"
     run "$PYTHON" study/report.py curves "$d/tds"
-    # study/page.py --model study/base --adapter "CE only=$d/greedy/ce-only/last" TABOM="$d/greedy/tabom/last"
-    #     --data "$d/heldout.jsonl" --out "$d/page.html"
+    run "$PYTHON" study/page.py --model study/base --data "$d/heldout.jsonl" --all --window 4 --limit 0 \
+        --adapter "CE only=$d/greedy/ce-only/last" "TABOM=$d/greedy/tabom/last" --out "$d/page.html"
     run "$PYTHON" study/report.py demo "$d"
 }
 

@@ -53,8 +53,8 @@ SFT-SD trains on randomly masked answers, CE only on the states of their decodin
 Gain: on sampled answers, CE only and TABOM against SFT-SD and more pretraining.
 Protection: on greedy answers, what TABOM keeps and CE only loses, above all at 4 tokens per step.
 One base and one training seed: less than 4 points may be chance. The study of four bases: study/report.md""")
-    pictures = [folder / name for name in ("page.html", "tds/tds.png")]
-    print("Look at:", *[path for path in pictures if path.exists()])
+    print(f"Picture: {folder}/tds/tds.png")
+    print(f"Open {folder}/page.html in a browser: base, CE only and TABOM on new prompts, one cut at a time")
 
 # -----------------------------------------------------------------------------
 # the study. Every measured value is a dictionary {base: value}, so that differences are paired; {} was not run
