@@ -1,8 +1,8 @@
 """
 What TABOM is compared with in the paper, on the same loop and LoRA (tabom.py --method sft|dinfer|t3d).
 
-A view draws one moment of a trajectory: visible (N,) bool, what the model sees, and targets, the positions it is asked
-for, in decoding order (tabom.View). sft and dinfer minimise the targets' cross-entropy; t3d has a loss of its own.
+A view draws one moment of a trajectory: visible (N,) bool, what the model sees, and targets, the positions to predict,
+in decoding order (tabom.View). sft and dinfer minimise the targets' cross-entropy; t3d has a loss of its own.
 reorder is a control for the methods that train on trajectories (--order).
 """
 from zlib import crc32
@@ -16,7 +16,9 @@ import lora
 
 def sft_view(traj, rng):
     """Eq. 1: mask every token with probability t ~ U(0, 1); at least one target."""
-    masked = rng.random(len(traj.step)) < rng.random()
+    u = rng.random(len(traj.step))
+    t = rng.random()
+    masked = u < t
     if not masked[traj.order].any():
         masked[rng.choice(traj.order)] = True
     return (traj.step >= 0) & ~masked, traj.order[masked[traj.order]]
@@ -42,12 +44,9 @@ VIEWS = {"sft": sft_view, "dinfer": dinfer_view, "t3d": t3d_view}
 
 def reorder(traj, order):
     """The same tokens as if they had been decoded one per step from left to right, at random, or in reverse."""
-    positions = np.lexsort((traj.entropy, traj.step))      # as they were decoded
-    positions = positions[traj.step[positions] >= 0]
+    positions = np.flatnonzero(traj.step >= 0)             # left to right
     if order == "reversed":
-        positions = positions[::-1]
-    else:
-        positions = np.sort(positions)
+        positions = positions[np.lexsort((traj.entropy[positions], traj.step[positions]))][::-1]
     if order == "random":                                  # by the record alone: the same in every epoch, on every rank
         positions = np.random.default_rng(crc32(str(traj.id).encode())).permutation(positions)
     traj.step[positions] = np.arange(len(positions))
@@ -58,19 +57,21 @@ def t3d_loss(model, logp, batch, a=0.5, b=0.1, c=0.2):
     """
     T3D, ported to LoRA: prefer the trajectory's tokens to those the frozen base would choose, relative to the base,
     plus a path term in which tokens decoded early weigh more. logp (B, W, V): log-probabilities at the targets.
+    a: weight of the base's tokens, b: temperature, c: weight of the path term.
     """
     with torch.no_grad(), lora.disabled(model):                             # the reference is the frozen base
         ref_logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)
     x0, valid = batch.x0, batch.valid
     n = valid.sum(1)                                                        # (B,)  masked tokens
     x1 = ref_logp.argmax(-1)                                                # (B, W)  the base's own choice
-    good = (logp - ref_logp).gather(-1, x0[..., None])[..., 0]              # (B, W)  log p(x) - log p_ref(x)
-    bad  = (logp - ref_logp).gather(-1, x1[..., None])[..., 0]              # (B, W)
-    good = (good * valid).sum(1) / n                                        # (B,)
-    bad  = (bad * valid).sum(1) / n                                         # (B,)
+    means = []                                                              # of log p(x) - log p_ref(x), (B,)
+    for x in (x0, x1):
+        ratio = logp.gather(-1, x[..., None]) - ref_logp.gather(-1, x[..., None])            # (B, W, 1)
+        means.append((ratio[..., 0] * valid).sum(1) / n)
+    good, bad = means
     # path: the mean cross-entropy of the first s tokens in decoding order, mean over s
     ce = -logp.gather(-1, x0[..., None])[..., 0] * valid                    # (B, W)
-    first = torch.arange(1, valid.shape[1] + 1, device=valid.device)        # (W,)  s
-    path = (ce.cumsum(1) / first * valid).sum(1) / n                        # (B,)
+    s = torch.arange(1, valid.shape[1] + 1, device=valid.device)            # (W,)
+    path = (ce.cumsum(1) / s * valid).sum(1) / n                            # (B,)
     loss = -F.logsigmoid(b * good) - a * F.logsigmoid(-b * bad) + c * path
     return loss, {"ce": ce.sum(1) / n}

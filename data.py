@@ -195,13 +195,13 @@ class Trajectory:
     confidence: np.ndarray                               # (N,) probability of the token, likewise
     correct: bool | None = None                          # what the verifier says; None = nothing to judge by
     block: int | None = None                             # tokens per block; None = unknown
-    last: int | None = None                              # no target behind this position (--tail drop)
+    last: int | None = None                              # no target after this position (--tail drop)
     non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
 
     @property
     def order(self) -> np.ndarray:
         """Def. 1: the positions that may be targets, by step; ties inside a step by entropy, then by position."""
-        order = np.lexsort((np.arange(len(self.step)), self.entropy, self.step))
+        order = np.lexsort((self.entropy, self.step))        # stable
         order = order[self.step[order] >= 0]
         return order if self.last is None else order[order <= self.last]
 
@@ -351,7 +351,7 @@ def read_trajectory(place: str, row: dict, number: int, config, tok, length: int
     if model and finished and isinstance(row.get("response"), str) and text != row["response"]:
         stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {config.name}, its response is "
              f"{row['response'][:40]!r}; pass the --model of the trajectories")
-    # a record with an answer and without a verdict is judged here
+    # a record with an answer and no verdict, or null, is judged here
     traj.correct = row.get("correct")
     if type(traj.correct) not in (bool, type(None)):
         stop(f"{place}: correct is {shorten(traj.correct)}, not true, false or null; correct the line")
@@ -384,7 +384,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
             stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
                  f"decode.py, or use --method sft")
         traj = read_trajectory(place, row, number, config, tok, length)
-        if tail == "drop":                               # paper silent on the tail; README "Departures"
+        if tail == "drop":                               # paper silent on the tail; study/departures.md
             traj.last = first_end(traj, tok.end_ids)
         reference = not row.get("response_token_ids") and not row.get("trajectory")
         reason = None if everything or reference else why_not(traj, tok)

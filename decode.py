@@ -13,7 +13,7 @@ $ torchrun --nproc_per_node 8 decode.py --model ... (the same flags)
 
 The response starts as N masks. Every step: one forward, a score for each masked position, and the best positions get
 their token. With the --out of an earlier run it continues that run. Score, schedule and temperature default to the
-model's own decoder; where we depart from it: README "Departures".
+model's own decoder; where we depart from it: study/departures.md.
 
 B: batch, T: prompt + response, N: response, V: vocabulary, n: masked positions of one row
 """
@@ -202,9 +202,9 @@ def draw_tokens(logp, s, rng):
     """(n, V) log-probabilities -> tokens (n,) and their probability (n,). The mask token is never drawn."""
     banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     # taken out and put back, instead of a copy of n x V
-    taken = {name: logp[:, name].clone() for name in banned}
-    for name in banned:
-        logp[:, name] = -torch.inf
+    taken = {id: logp[:, id].clone() for id in banned}
+    for id in banned:
+        logp[:, id] = -torch.inf
     if s.temperature == 0 or s.greedy:
         token = logp.argmax(-1)
     else:
@@ -217,8 +217,8 @@ def draw_tokens(logp, s, rng):
         token = (z.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
         if index is not None:
             token = index.gather(-1, token[:, None])[:, 0]
-    for name, column in taken.items():
-        logp[:, name] = column
+    for id, column in taken.items():
+        logp[:, id] = column
     return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
@@ -229,13 +229,13 @@ def score_positions(z, h, token, sure, s, rng):
     """
     if s.score == "random":
         return torch.rand(len(z), generator=rng, device=z.device)
-    # LLaDA scores the model's own distribution, which is known by now
+    # LLaDA scores the model's own distribution, and that is known by now
     if s.ties == "entropy" and not s.score_filtered and not s.suppress_eos:
         if s.score == "entropy":
             return h
         if s.score == "confidence":
             return -sure
-    # its logits_eos_inf, and its confidence_eos_eot_inf, by which positions that end the text come last
+    # LLaDA's options logits_eos_inf and confidence_eos_eot_inf: positions that end the text come last
     if s.suppress_eos:
         z = without(z, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
     # Dream scores the distribution that it samples from
@@ -358,7 +358,8 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             chosen.append((step, choose(logits[b, :n], count, s, rng, token_raw)))
         del logits, token_logits, token_raw                                                  # before the next forward
 
-        # unmask; finished rows leave
+        # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
+        unfinished = []
         for traj, positions, (step, results) in zip(live, masked, chosen, strict=True):
             where, token, h, sure = [x.cpu().numpy() for x in results]
             if not np.isfinite(h).all():
@@ -370,7 +371,9 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             traj.confidence[where] = sure
             if is_done(traj, s):
                 yield traj
-        live = [traj for traj in live if not is_done(traj, s)]
+            else:
+                unfinished.append(traj)
+        live = unfinished
 
 
 def decode_all(model, tok, config, items, s, batch_size, label, token_model=None) -> list[Trajectory]:

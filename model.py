@@ -94,7 +94,7 @@ class Block(nn.Module):
         v = self.v(h).view(B, T, self.kv_heads, -1).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.kv_heads < self.heads:
-            # grouped queries, by copies: with a mask no fused kernel takes enable_gqa
+            # grouped queries, by copies: the fused kernels do not take a mask together with enable_gqa
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -157,7 +157,7 @@ def entropy(logp):
 
 def left_pad(rows):
     """Rows of token ids as ids (B, T) and attend (B, T), False on the padding: all rows end at T."""
-    # a multiple of 8: fused attention has crashed for others with a mask of any other length
+    # a multiple of 8: crashes of fused attention were reported for masks of other lengths
     T = -(-max(len(row) for row in rows) // 8) * 8
     ids    = np.zeros((len(rows), T), dtype=np.int64)
     attend = np.zeros((len(rows), T), dtype=bool)

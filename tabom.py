@@ -14,12 +14,13 @@ the model learns
 2) to be more certain of tokens it decoded earlier than of tokens it decoded later (pairwise hinge on entropies).
 Only a LoRA on q and v learns.
 
-Where we differ from the paper, always as the authors' own code does:
-1) All entropies of a window come from one forward at the cut. The paper defines each in the state just before its token
-   was decoded, which takes W forwards: --rank-context exact.
-2) lambda and gamma are tuned per task in the paper; here they are 1 and 0.2 unless you say otherwise.
-3) Tokens after the first EOS are trained on; --tail drop leaves them out.
-study/departures.md lists all.
+Where we differ from the paper:
+1) All entropies of a window come from one forward at the cut, as in the authors' code. The paper takes each in the
+   state just before its token was decoded, which needs W forwards: --rank-context exact.
+2) lambda is 1 and gamma 0.2 for every task; the paper tunes both per task.
+3) Tokens after the first end token are trained on, as in the authors' code. The paper does not say; --tail drop leaves
+   them out.
+study/departures.md lists every difference.
 
 B: batch, T: prompt + response, N: response, W: window, V: vocabulary
 """
@@ -58,7 +59,7 @@ from util import (
 )
 
 # -----------------------------------------------------------------------------
-# settings; the defaults are the paper's
+# settings; the defaults are the paper's, but for the list above
 
 def flags():
     parser = Parser(__doc__)
@@ -72,7 +73,8 @@ def flags():
     flag("--limit", type=count, default=0, help="only the first records of --data")
     flag("--length", type=count, default=0, help="tokens per reference answer (sft; default: as decode.py's)")
     # objective
-    flag("--method", choices=["tabom", *baselines.VIEWS], default="tabom")
+    flag("--method", choices=["tabom", *baselines.VIEWS], default="tabom", help="--window, --cut, --lam, --gamma and "
+         "--rank-context are for tabom")
     flag("--window", type=count, default=32, help="W; 0 = every token that is still masked")
     flag("--cut", choices=["uniform", "non-ltr"], default="uniform", help="where a window may start: any step, or one "
          "that decoded out of left-to-right order")
@@ -82,7 +84,7 @@ def flags():
     flag("--gamma", type=float, default=0.2, help="margin of the hinge, in nats")
     flag("--rank-context", choices=["start", "exact"], default="start", help="exact: W forwards per sample, 238 GB for "
          "Dream-7B at the default batch; use --grad-checkpoint and a small batch")
-    flag("--tail", choices=["keep", "drop"], default="keep", help="train on tokens after the first EOS")
+    flag("--tail", choices=["keep", "drop"], default="keep", help="train on tokens after the first end")
     # LoRA and optimiser
     flag("--lora-r", type=int, default=16)
     flag("--lora-alpha", type=float, default=16)
@@ -126,10 +128,10 @@ def parse_args(argv=None):
 # one moment of a trajectory, and a batch of them
 
 class View(NamedTuple):
-    """What the model sees of a trajectory, and what it is asked for. It is the unit of everything below."""
+    """One training sample: what the model sees of a response, the rest being masked, and what it is to predict."""
     traj: Trajectory
-    visible: np.ndarray                                    # (N,) bool, the response tokens it gets to see
-    targets: np.ndarray                                    # positions it is asked for, in decoding order
+    visible: np.ndarray                                    # (N,) bool, the response tokens that are not masked
+    targets: np.ndarray                                    # positions to predict, in decoding order
 
 
 def tabom_view(traj, rng, window=32, cut="uniform"):
@@ -137,17 +139,18 @@ def tabom_view(traj, rng, window=32, cut="uniform"):
     Draws a cut, and takes the next W tokens. traj.step (N,): the step that decoded each position, -1 = never.
     traj.order: the positions that may be targets, sorted by (step, entropy, position).
     """
-    steps = traj.step[traj.order]                          # ascending
-    # cuts that leave a full window; without a window, one pair. A short trajectory is one window; the authors drop it
-    full = len(steps) - (window or 2) + 1
-    cuts = np.unique(steps[:max(1, full)])
+    order = traj.order
+    steps = traj.step[order]                               # ascending
+    # a cut leaves W targets, or with --window 0 two: one pair. A shorter trajectory is one window; the authors drop it
+    last = max(0, len(steps) - (window or 2))
+    cuts = np.unique(steps[:last + 1])
     if cut == "non-ltr":                                   # start at a token decoded before one to its left, if any
         jumps = np.intersect1d(cuts, traj.step[traj.jumps])
         cuts = jumps if len(jumps) else cuts
     start = rng.choice(cuts)
-    targets = traj.order[steps >= start]
+    targets = order[steps >= start]
     if window:
-        targets = targets[:window]                         # Delta: the next W tokens
+        targets = targets[:window]                         # the next W tokens, the paper's Delta
     return View(traj, (traj.step >= 0) & (traj.step < start), targets)
 
 
@@ -159,7 +162,7 @@ class Batch(NamedTuple):
     x0: torch.Tensor                                       # (B, W) its token
     valid: torch.Tensor                                    # (B, W) False where a sample has fewer than W targets
     step: torch.Tensor                                     # (B, W) the step that decoded it
-    entropy: torch.Tensor                                  # (B, W) logged by decode.py at that step; nan = not logged
+    entropy: torch.Tensor                                  # (B, W) its entropy when decode.py decoded it, nan = unknown
 
 
 def collate(views, mask_id, device):
@@ -313,8 +316,9 @@ def main():
 
     # data; a bad record ends the run with file:line, value and remedy
     config = read_config(args.model or model_of(args.data))
-    trajs = load_trajectories(args.data, config, load_tokenizer(config), args.all, args.decoded_by, args.limit,
-                              args.length or config.length, args.tail, ordered=args.method != "sft")
+    trajs = load_trajectories(args.data, config, load_tokenizer(config), everything=args.all,
+                              decoded_by=args.decoded_by, limit=args.limit, length=args.length or config.length,
+                              tail=args.tail, ordered=args.method != "sft")
     if args.order != "own":
         for traj in trajs:
             baselines.reorder(traj, args.order)
@@ -322,6 +326,12 @@ def main():
     global_batch = args.batch_size * args.grad_accum * world_size
     steps_per_epoch = math.ceil(len(trajs) / global_batch)
     total_steps = args.max_steps or args.epochs * steps_per_epoch
+
+    # what an earlier command has left in --out
+    out = Path(args.out)
+    log_path, resume_path = out / "log.jsonl", out / "resume.safetensors"
+    if resume_path.exists() and not args.resume:
+        stop(f"--out {out}: holds a run already; continue it with --resume, or give another --out")
 
     # model: frozen base and a LoRA in fp32; params maps peft's names to the trainable tensors
     model = load_model(config, device, dtype)
@@ -331,12 +341,8 @@ def main():
         model.compile_blocks()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, weight_decay=args.weight_decay)
 
-    # resume. Every random number depends only on (seed, epoch, sample), so a resumed run equals an uninterrupted one:
-    # bit for bit on a CPU, up to rounding on a GPU, whose attention adds up gradients in no fixed order
-    out = Path(args.out)
-    log_path, resume_path = out / "log.jsonl", out / "resume.safetensors"
-    if resume_path.exists() and not args.resume:
-        stop(f"--out {out}: holds a run already; continue it with --resume, or give another --out")
+    # resume. No random state is carried from step to step, so a resumed run equals an uninterrupted one: bit for bit on
+    # a CPU, up to rounding on a GPU, whose attention adds up gradients in no fixed order
     settings = vars(args) | {"model": config.name, "dtype": str(dtype), "records": len(trajs),
                              "global_batch": global_batch}
     settings = {key: value for key, value in settings.items() if key not in MAY_CHANGE}
@@ -362,8 +368,8 @@ def main():
         if i == 0 or step == start_step:
             batches = epoch_batches(lengths, global_batch, args.seed, epoch)
         samples = batches[i]                                                # numbers, the same on every rank
-        mine, scale = samples[rank::world_size], 1 / len(samples)           # over the global batch, also a short one
-        if len(mine) == 0:                                                  # more ranks than samples: this one idles
+        mine, scale = samples[rank::world_size], 1 / len(samples)           # mean over the global batch
+        if len(mine) == 0:                                                  # more ranks than samples: one of no weight
             mine, scale = samples[:1], 0.0
 
         # set the learning rate for this step
@@ -399,7 +405,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
-        if rank > 0:
+        if rank > 0:                                                        # below, rank 0 is alone
             continue
 
         # log: every step to log.jsonl, some to the screen
@@ -417,7 +423,7 @@ def main():
             print(f"step {done}/{total_steps} | {losses} | lr {lr:.1e} | gnorm {gnorm:.2f} | {row['ms']:.0f} ms | "
                   f"{row['tokens_per_s']:,.0f} tok/s | {row['memory_gb']:.1f} GB", flush=True)
 
-        # save the adapter after every epoch, and a resume point more often
+        # save: every epoch's adapter, unless --max-steps ends the run; the last one and a resume point more often
         ends_epoch = i == steps_per_epoch - 1
         if ends_epoch and not args.max_steps:
             lora.save(model, out / f"epoch-{epoch + 1}", config.name)

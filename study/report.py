@@ -32,20 +32,20 @@ def demo(folder: Path):
     def line(name, cells):
         print(f"{name:32}" + "".join(f"{cell:>12}" for cell in cells))
 
-    def gains(name, label):
-        line(name, [f"{after - before:+.1f}" for after, before in zip(row(label), base, strict=True)])
+    def gains(label, name):
+        line(label, [f"{after - before:+.1f}" for after, before in zip(row(name), base, strict=True)])
 
     base = row("base")
     result = json.loads((folder / "long" / "base.json").read_text())["accuracy"]["test-long/1"]
     print(f"\nRight of {result['n']} test prompts: long chains at 1, 2 and 4 tokens per step, short chains, logic\n")
     line("", columns)
     line("base, per cent", [f"{value:.1f}" for value in base])
-    print("trained, points over the base")
+    print("points over the base")
     gains("  more pretraining", "control")
     for answers in ("greedy", "sampled"):
         records = [json.loads(text) for text in (folder / f"{answers}.jsonl").read_text().splitlines()]
         right = sum(record["correct"] for record in records)
-        print(f"on {right} right ones of its own {len(records)} {answers} answers")
+        print(f"trained on the {right} right ones of its own {len(records)} {answers} answers")
         for method in ("SFT-SD", "CE only", "TABOM"):
             gains(f"  {method}", f"{answers}-{method.lower().replace(' ', '-')}")
     print("""
