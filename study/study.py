@@ -88,12 +88,14 @@ def parts(best: dict) -> dict:
     return {"1a": [([], chosen(first), ALL)],
             "3a": [([], orders["greedy"], LONG)],
             "1b": [([], chosen(others), ALL)],
-            "3b": [([], orders["sampled"], LONG)],
+            "6a": [([], [], ["ce"])],
             "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
+            "5a": [(["again-ce", "again-tabom"], again, LONG)],
             "2b": [([], lams, LONG)],
-            "5": [(["again-ce", "again-tabom"], again, LONG), ([], longer, LONG)],
+            "3b": [([], orders["sampled"], LONG)],
             "4": [([], chosen("sampled-sft sampled-ce sampled-tabom"), ["pass"])],
-            "6": [([], [], ["ce"]), ([], windows, LONG)],
+            "5b": [([], longer, LONG)],
+            "6b": [([], windows, LONG)],
             "7": [(["warm"], at("1e-3", "warm-sft warm-ce warm-tabom"), LONG),
                   ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)]}
 
