@@ -287,26 +287,27 @@ def pyplot():
 
 
 def draw_gains(path: Path):
-    """The study's main result: points over the base at 1, 2 and 4 tokens per step, with one standard error."""
-    figure, panels = pyplot().subplots(1, 2, figsize=(9, 3.6), dpi=110, layout="constrained", sharey=True)
+    """The study's main result: points over the base by tokens per step, with one standard error."""
     lines = {"tabom": ("TABOM", "crimson"), "ce": ("CE only", "tab:blue"), "sft": ("SFT-SD", "tab:orange")}
     best = select()
-    for panel, source in zip(panels, ("sampled", "greedy"), strict=True):
-        shown = {f"{source}-{method}": style for method, style in lines.items()}
-        shown["control"] = GRID["control"], "grey"
-        for n, (label, (title, colour)) in enumerate(shown.items()):
-            gains = [gain(f"{label}@{best.get(label)}", column) for column in SPEEDS]
-            if not all(len(xs) > 1 for xs in gains):     # not run
-                continue
-            x = [i + 0.06 * (n - 1.5) for i in range(3)]
-            panel.errorbar(x, [mean(xs.values()) for xs in gains], [error(xs) for xs in gains], label=title,
-                           color=colour, marker="o", markersize=4, capsize=2, linewidth=1.5)
+    panels = {"sampled answers, selected rates": ("sampled", best), "greedy answers, selected rates": ("greedy", best),
+              "greedy answers, rate 1e-3": ("greedy", {})}
+    figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.6), dpi=100, layout="constrained", sharey=True)
+    for panel, (title, (source, rates)) in zip(axes, panels.items(), strict=True):
+        runs = {f"{source}-{method}": style for method, style in lines.items()}
+        runs["control"] = GRID["control"], "grey"
+        for n, (label, (name, colour)) in enumerate(runs.items()):
+            gains = [gain(f"{label}@{rates.get(label, '1e-3')}", column) for column in SPEEDS]
+            run = [i for i in range(3) if len(gains[i]) > 1]
+            panel.errorbar([i + 0.06 * (n - 1.5) for i in run], [mean(gains[i].values()) for i in run],
+                           [error(gains[i]) for i in run], label=name if run else None, color=colour, marker="o",
+                           markersize=4, capsize=2, linewidth=1.5)
         panel.axhline(0, color="black", linewidth=0.8)
-        panel.set(title=f"own answers, {source}", xlabel="tokens per step")
+        panel.set(title=title, xlabel="tokens per step", xlim=(-0.3, 2.3))
         panel.set_xticks(range(3), ["1", "2", "4"])
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("long chains, points over the base")
-    panels[1].legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8, loc="lower left")
+    axes[0].set_ylabel("long chains, points over the base")
     figure.savefig(path)
 
 
