@@ -341,6 +341,21 @@ def table(head: list, rows: list) -> str:
     return "\n".join(lines) + "\n"
 
 
+def not_run(best: dict) -> str:
+    """What the protocol has and the results have not."""
+    from study import parts
+    lines = []
+    for part, steps in sorted(parts(best).items()):
+        missing = []
+        for _, names, measures in steps:
+            for name in names or ["base"]:
+                missing += [name for measure in measures if any(name not in results(seed).get(measure, {})
+                                                                for seed in BASES)]
+        if missing:
+            lines.append(f"- Part {part}: " + ", ".join(f"`{name}`" for name in dict.fromkeys(missing)))
+    return "\n".join(lines or ["Nothing."]) + "\n"
+
+
 def findings(best: dict) -> list:
     """Sentences written after the results; their figures come from the results."""
     return []
@@ -444,6 +459,7 @@ Made by `python study/report.py study` from study/results.
     for claimed, compared, xs, above, digits in claims(best):
         rows.append([claimed, compared, show(xs, digits), verdict(xs, above)])
     text += ["## The claims of the protocol\n", table(["claim", "difference", "mean ± error", "verdict"], rows)]
+    text += ["## Not run, or not on all four bases\n", not_run(best)]
     return "\n".join(text)
 
 # -----------------------------------------------------------------------------
