@@ -412,7 +412,8 @@ they are compared with. This is what it gained and forgot, over four base models
 ![Points over the base by data and method](gains.png)
 
 Figures are points of accuracy on test prompts: the mean over bases of paired differences ± its standard error over
-bases, with one training seed per base. Beyond chance is beyond 3.2 errors (4.3 if three bases were run). "2" and "4" are tokens per step; at the end of a response fewer may be left.
+bases, with one training seed per base. Beyond chance is beyond 3.2 errors (4.3 where three bases were run). "2" and
+"4" are tokens per step; at the end of a response fewer may be left.
 Made by `python study/report.py study` from study/results.
 
 ## The bases, per cent right
