@@ -504,7 +504,7 @@ def test_threshold_unmasks_all_that_are_sure_and_else_the_best_one(score, folder
     assert run(Table(table), [[1, 2]], s)[0].step.tolist() == want and len(rest) == 8
 
 
-@pytest.mark.parametrize("mode, which", [("logits", 0), ("confidence", 0), ("confidence", 1)])
+@pytest.mark.parametrize("mode, which", [("logits", 0), ("logits", 1), ("confidence", 0), ("confidence", 1)])
 def test_suppressed_eos_is_never_chosen_or_comes_last(mode, which, folders):
     """LLaDA's two rules. The last position ends the text, by EOS or end of turn, and is the most certain of all."""
     ends, z, flags = [ids_of("llada").eos, ids_of("llada").eot], random_table(), greedy(length=12, score="confidence")
@@ -699,6 +699,29 @@ def test_logits_equal_transformers_in_fp32(family, folders, nets):
     theirs = reference(family, folders[family])          # the same precision on both sides: closer than above
     for row in ragged(family)[2]:
         torch.testing.assert_close(full(nets[family], [row])[0], reference_logits(theirs, row), atol=1e-5, rtol=1e-5)
+
+
+@every
+def test_rope_in_bf16_rounds_as_the_families_own_code(family, folders, monkeypatch):
+    """LLaDA rotates in fp32 and rounds once; transformers rounds the cosines and sines too."""
+    from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+    calls, rotate, row = [], models.rotate, ragged(family)[2][2]
+
+    def recorded(x, cos, sin):
+        calls.append((x, rotate(x, cos, sin)))
+        return calls[-1][1]
+    monkeypatch.setattr(models, "rotate", recorded)
+    full(load(folders[family], torch.bfloat16), [row])
+    q, got = calls[0]                                    # (1, H, T, D)
+    if family == "llada":
+        D = q.shape[-1]
+        angle = torch.outer(torch.arange(len(row)), 500000.0 ** (-torch.arange(0, D, 2).double() / D))
+        y = torch.complex(*q.double().chunk(2, -1)) * torch.complex(angle.cos(), angle.sin())
+        want = torch.cat([y.real, y.imag], -1).bfloat16()
+    else:
+        cos, sin = reference(family, folders[family]).model.rotary_emb(q, torch.arange(len(row))[None])
+        want, _ = apply_rotary_pos_emb(q, q, cos, sin)
+    assert got.dtype == want.dtype and (got != want).float().mean() < 0.01       # a tie may round the other way
 
 
 def test_rms_norm_is_the_written_out_norm_bit_for_bit():

@@ -74,6 +74,9 @@ def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_pa
     traj, = read_trajs(folder, truth, "--method sft --length 5")
     assert tokenizer(folder).decode(traj.response) == "3<|eot_id|>" + 3 * "<|endoftext|>"
     assert traj.step.tolist() == [0] * 5
+    # a record without an order: what is still masked was not decoded
+    traj, = read_trajs(folder, write_lines(tmp_path / "r.jsonl", [good_record(decoding_order=None)]), "--method sft")
+    assert traj.step.tolist() == [0, 0, 0, -1]
     with refused(f"{truth}:1: has no decoding_order", "--method sft"):
         read_trajs(folder, truth)
 
@@ -221,7 +224,7 @@ def test_data_that_cannot_be_read_is_one_line(content, words, command, folders, 
     ("\\boxed{\\dfrac{3}{6}}", "\\frac12", True), ("\\boxed{\\frac12}", "\\frac{1}{3}", False),
     ("\\boxed{x^2+1}", "1+x^2", True), ("\\boxed{7", "7", True),     # never closed: the last number counts
     ("3 + 4 = 7\n#### 7", "7", True), ("#### 1,234", "1234", True), ("#### $18.00", "18", True),
-    ("The answer is 3.5.", "3.5", True), ("The answer is 12.", "13", False),
+    ("The answer is 3.5.", "3.5", True), ("The answer is 12.", "13", False), ("#### 1001", "1000", False),
     ("so we have 3 and then 42", "42", True), ("it costs -7 in the end", "-7", True), ("no number", "7", False),
     ("def f(x):\n    return x", None, True), ("```python\nx = 1\n```", None, True), ("def f(:", None, False),
     ("Sure:\n```python\ndef f(:\n```", None, False), ("", None, False),
