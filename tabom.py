@@ -218,7 +218,7 @@ def tabom_loss(logp, batch, args, h=None):
     ce = (ce * valid).sum(1) / valid.sum(1)                                 # (B,)
     if args.lam == 0:                                                        # sft, dinfer, the ablation without ranking
         return ce, {"ce": ce}
-    # second term: r decoded before s should have the lower entropy, by gamma; mean over the pairs (Eq. 8)
+    # second term: r before s in decoding order should have the lower entropy, by gamma; mean over the pairs (Eq. 8)
     if h is None:
         h = entropy(logp)                                                   # (B, W)     Eq. 10
     gap = h[:, :, None] - h[:, None, :]                                     # (B, W, W)  gap[b, r, s] = h(r) - h(s)

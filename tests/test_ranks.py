@@ -166,8 +166,8 @@ def test_a_rank_that_dies_while_others_measure_is_named(cli, command, nodes, fol
     shown, ok = nodes(job)
     assert ok == [False, False] and not list((tmp_path / "r").iterdir())
     named = [line.partition(":")[0] for text in shown for line in lines_of(text)]
-    # unless the other node's torchrun was faster, and ended it
-    assert named == ["[rank 1] lost rank 0"] or "via signal SIGTERM" in shown[1]
+    # none where torchrun notices first that the other node is gone, and ends rank 1 before it could say so
+    assert named in (["[rank 1] lost rank 0"], [])
 
 # -----------------------------------------------------------------------------
 # ranks that see different files, or were started with different flags
