@@ -117,8 +117,8 @@ toy() {
     measure long "${long[@]}" --adapter "${adapters[@]:0:3}" & other=$!
     measure long "${long[@]}" --no-base --adapter "${adapters[@]:3}"
     wait $other
-    measure short --prompts "$d/test-short.jsonl" --adapter "${adapters[@]}" & other=$!
-    measure logic --prompts "$d/test-logic.jsonl" --adapter "${adapters[@]}"
+    measure short --prompts "$d/test-short.jsonl" --tokens-per-step 2 --adapter "${adapters[@]}" & other=$!
+    measure logic --prompts "$d/test-logic.jsonl" --tokens-per-step 2 --adapter "${adapters[@]}"
     wait $other
 
     # a picture, and the page: what base and adapters do on prompts that none of them was trained on (30 s)

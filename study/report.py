@@ -23,8 +23,8 @@ def accuracy(path: Path, key: str) -> float:
 
 def demo(folder: Path):
     """One base, one training seed, a few hundred prompts: enough to see the effect, too little for a verdict."""
-    columns = {"1 per step": ("long", 1), "2": ("long", 2), "4": ("long", 4), "short": ("short", 1),
-               "logic": ("logic", 1)}
+    columns = {"1 per step": ("long", 1), "2": ("long", 2), "4": ("long", 4), "short": ("short", 2),
+               "logic": ("logic", 2)}
 
     def row(name):
         return [accuracy(folder / domain / f"{name}.json", f"test-{domain}/{k}") for domain, k in columns.values()]
@@ -37,7 +37,7 @@ def demo(folder: Path):
 
     base = row("base")
     result = json.loads((folder / "long" / "base.json").read_text())["accuracy"]["test-long/1"]
-    print(f"\nRight of {result['n']} test prompts: long chains at 1, 2 and 4 tokens per step, short chains, logic\n")
+    print(f"\nRight of {result['n']} test prompts: long chains at 1, 2 and 4 tokens per step, short and logic at 2\n")
     line("", columns)
     line("base, per cent", [f"{value:.1f}" for value in base])
     print("points over the base")
