@@ -1,8 +1,8 @@
 """
 What TABOM is compared with in the paper, on the same loop and LoRA (tabom.py --method sft|dinfer|t3d).
 
-A view draws one moment of a trajectory: visible (N,) bool, what the model sees, and targets, the positions to predict,
-in decoding order (tabom.View). sft and dinfer minimise the targets' cross-entropy; t3d has a loss of its own.
+A view draws one moment of a trajectory: what the model sees, and what it is to predict (data.View). sft and dinfer
+minimise the targets' cross-entropy; t3d has a loss of its own.
 reorder is a control for the methods that train on trajectories (--order).
 """
 from zlib import crc32
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import lora
+from data import View
+from model import log_probs
 
 
 def sft_view(traj, rng):
@@ -21,7 +23,7 @@ def sft_view(traj, rng):
     masked = u < t
     if not masked[traj.order].any():
         masked[rng.choice(traj.order)] = True
-    return (traj.step >= 0) & ~masked, traj.order[masked[traj.order]]
+    return View(traj, traj.decoded & ~masked, traj.order[masked[traj.order]])
 
 
 def dinfer_view(traj, rng):
@@ -29,14 +31,14 @@ def dinfer_view(traj, rng):
     steps = traj.step[traj.order]                          # ascending
     times = np.append(np.unique(steps), steps[-1] + 1)
     i, j = np.sort(rng.choice(times, 2, replace=False))
-    return (traj.step >= 0) & (traj.step < i), traj.order[(steps >= i) & (steps < j)]
+    return View(traj, traj.decoded_before(i), traj.order[(steps >= i) & (steps < j)])
 
 
 def t3d_view(traj, rng):
     """T3D: any step; predict all that is still masked."""
     steps = traj.step[traj.order]
     start = rng.choice(np.unique(steps))
-    return (traj.step >= 0) & (traj.step < start), traj.order[steps >= start]
+    return View(traj, traj.decoded_before(start), traj.order[steps >= start])
 
 
 VIEWS = {"sft": sft_view, "dinfer": dinfer_view, "t3d": t3d_view}
@@ -44,7 +46,7 @@ VIEWS = {"sft": sft_view, "dinfer": dinfer_view, "t3d": t3d_view}
 
 def reorder(traj, order):
     """The same tokens as if they had been decoded one per step from left to right, at random, or in reverse."""
-    positions = np.flatnonzero(traj.step >= 0)             # left to right
+    positions = np.flatnonzero(traj.decoded)             # left to right
     if order == "reversed":
         positions = positions[np.lexsort((traj.entropy[positions], traj.step[positions]))][::-1]
     if order == "random":                                  # by the record alone: the same in every epoch, on every rank
@@ -60,7 +62,7 @@ def t3d_loss(model, logp, batch, a=0.5, b=0.1, c=0.2):
     a: weight of the base's tokens, b: temperature, c: weight of the path term.
     """
     with torch.no_grad(), lora.disabled(model):                             # the reference is the frozen base
-        ref_logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)
+        ref_logp = log_probs(model, batch)
     x0, valid = batch.x0, batch.valid
     n = valid.sum(1)                                                        # (B,)  masked tokens
     x1 = ref_logp.argmax(-1)                                                # (B, W)  the base's own choice

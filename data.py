@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -193,16 +194,24 @@ class Trajectory:
     step: np.ndarray                                     # (N,) the step that decoded each position, -1 = undecided
     entropy: np.ndarray                                  # (N,) at that step, temperature 1, in nats; nan = unknown
     confidence: np.ndarray                               # (N,) probability of the token, likewise
+    text: str = ""                                       # what the response says
     correct: bool | None = None                          # what the verifier says; None = nothing to judge by
     block: int | None = None                             # tokens per block; None = unknown
     last: int | None = None                              # no target after this position (--tail drop)
     non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
 
     @property
+    def decoded(self) -> np.ndarray:
+        return self.step >= 0
+
+    def decoded_before(self, step: int) -> np.ndarray:
+        return self.decoded & (self.step < step)
+
+    @property
     def order(self) -> np.ndarray:
         """Def. 1: the positions that may be targets, by step; ties inside a step by entropy, then by position."""
         order = np.lexsort((self.entropy, self.step))        # stable
-        order = order[self.step[order] >= 0]
+        order = order[self.decoded[order]]
         return order if self.last is None else order[order <= self.last]
 
     @property
@@ -210,9 +219,16 @@ class Trajectory:
         """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
         if self.non_ltr is not None:
             return self.non_ltr
-        when = np.where(self.step < 0, self.step.max() + 1, self.step)
+        when = np.where(self.decoded, self.step, self.step.max() + 1)
         latest = np.maximum.accumulate(when)
-        return np.flatnonzero((when < latest) & (self.step >= 0))
+        return np.flatnonzero((when < latest) & self.decoded)
+
+
+class View(NamedTuple):
+    """One training sample: what the model sees of a response, the rest being masked, and what it is to predict."""
+    traj: Trajectory
+    visible: np.ndarray                                  # (N,) bool, the response tokens that are not masked
+    targets: np.ndarray                                  # positions to predict, in decoding order
 
 
 def first_end(traj: Trajectory, end_ids) -> int | None:
@@ -228,7 +244,7 @@ def first_end(traj: Trajectory, end_ids) -> int | None:
 def text_of(traj: Trajectory, tok) -> str:
     """What the response says: the text before its first end token, or all that was decoded."""
     end = first_end(traj, tok.end_ids)
-    shown = traj.response[traj.step >= 0] if end is None else traj.response[:end]
+    shown = traj.response[traj.decoded] if end is None else traj.response[:end]
     return tok.decode(shown.tolist(), skip_special_tokens=True)
 
 # -----------------------------------------------------------------------------
@@ -347,16 +363,16 @@ def read_trajectory(place: str, row: dict, number: int, config, tok, length: int
         traj.non_ltr = np.arange(0) if given == [] else int_list(place, row, "non_ltr_positions", 0, N)
     # with another tokenizer the same ids are other words
     finished = first_end(traj, tok.end_ids) is not None
-    text = text_of(traj, tok)
-    if model and finished and isinstance(row.get("response"), str) and text != row["response"]:
-        stop(f"{place}: its tokens read {text[:40]!r} with the tokenizer of {config.name}, its response is "
+    traj.text = text_of(traj, tok)
+    if model and finished and isinstance(row.get("response"), str) and traj.text != row["response"]:
+        stop(f"{place}: its tokens read {traj.text[:40]!r} with the tokenizer of {config.name}, its response is "
              f"{row['response'][:40]!r}; pass the --model of the trajectories")
     # a record with an answer and no verdict, or null, is judged here
     traj.correct = row.get("correct")
     if type(traj.correct) not in (bool, type(None)):
         stop(f"{place}: correct is {shorten(traj.correct)}, not true, false or null; correct the line")
     if "correct" not in row and "decoding_order" in row:
-        traj.correct = judge(text, finished, read_answer(place, row), row.get("kind"))
+        traj.correct = judge(traj.text, finished, read_answer(place, row), row.get("kind"))
     return traj
 
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 import lora
 from data import Trajectory, first_end, judge, parse_line, prompt_ids, read_item, read_prompts, text_of
-from model import entropy, left_pad, load_model, load_tokenizer, read_config
+from model import entropy, left_pad, load_model, load_tokenizer, read_config, right_pad
 from util import (
     Bar,
     Parser,
@@ -255,9 +255,9 @@ def score_positions(z, h, token, sure, s, rng):
     return -(p * (index == token[:, None])).sum(-1)
 
 
-def choose(raw, count, s, rng, token_raw=None):
+def choose(raw, k, s, rng, token_raw=None):
     """
-    One step of one row. raw (n, V): logits at its masked positions; count: how many to unmask, None = by --threshold;
+    One step of one row. raw (n, V): logits at its masked positions; k: how many to unmask, None = by --threshold;
     token_raw (n, V): logits of the model that names the tokens, if it is another one.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
@@ -274,7 +274,7 @@ def choose(raw, count, s, rng, token_raw=None):
         order = h.argsort(stable=True)
         order = order[score_positions(logp, h, token, sure, s, rng)[order].argsort(stable=True)]
     # as many as the schedule says, or all that are certain enough, at least one
-    where = order[:count]
+    where = order[:k]
     if s.threshold is not None:
         certain = order[sure[order] > s.threshold]
         where = certain if len(certain) else order[:1]
@@ -299,7 +299,7 @@ def new_trajectory(id, prompt, s) -> Trajectory:
 
 def is_done(traj, s) -> bool:
     """All is decoded, or all before the first EOS: what comes after it cannot change the text."""
-    return bool((traj.step >= 0).all()) or (not s.whole and first_end(traj, s.end_ids) is not None)
+    return bool(traj.decoded.all()) or (not s.whole and first_end(traj, s.end_ids) is not None)
 
 
 def next_step(traj, counts: list[int]):
@@ -315,15 +315,13 @@ def next_step(traj, counts: list[int]):
 def pack(live, s, device):
     """ids, attend (B, T) and pos (B, n) for the model; each row's masked positions in its first unfinished block."""
     ids, attend = left_pad([np.concatenate([traj.prompt, traj.response]) for traj in live])
-    B, T = ids.shape
+    T = ids.shape[1]
     masked = []
     for traj in live:
-        block = np.argmax(traj.step < 0) // s.block * s.block
-        masked.append(block + np.flatnonzero(traj.step[block:block + s.block] < 0))
+        todo = np.flatnonzero(~traj.decoded)
+        masked.append(todo[todo // s.block == todo[0] // s.block])
     # a row with fewer masks than others asks for the last position, and ignores the answer
-    pos = np.full((B, max(len(m) for m in masked)), T - 1)
-    for b, m in enumerate(masked):
-        pos[b, :len(m)] = T - s.length + m
+    pos = right_pad([T - s.length + m for m in masked], fill=T - 1)
     return [torch.from_numpy(x).to(device) for x in (ids, attend, pos)], masked
 
 
@@ -352,10 +350,10 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
         chosen = []
         for b, traj in enumerate(live):
             n = len(masked[b])
-            step, count = next_step(traj, counts)
+            step, k = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
             token_raw = token_logits[b, :n] if token_model else None
-            chosen.append((step, choose(logits[b, :n], count, s, rng, token_raw)))
+            chosen.append((step, choose(logits[b, :n], k, s, rng, token_raw)))
         del logits, token_logits, token_raw                                                  # before the next forward
 
         # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
@@ -427,21 +425,22 @@ def record_head(config, s, tok, dtype, adapter) -> dict:
     return {"method": method, "model": model, "decode": settings | {"adapter": adapter, "dtype": str(dtype)}}
 
 
-def make_record(traj, item, tok, head: dict) -> dict:
+def make_record(traj, item, head: dict) -> dict:
     """README "Record format"."""
     logged = {}
     for name in ("entropy", "confidence"):
         logged[name] = [None if np.isnan(x) else float(f"{x:.6g}") for x in getattr(traj, name)]
-    return {"id": item["id"], "prompt": item["prompt"], "response": text_of(traj, tok),
+    return {"id": item["id"], "prompt": item["prompt"], "response": traj.text,
             "response_token_ids": traj.response.tolist(), "decoding_order": traj.step.tolist(),
             "prompt_token_ids": traj.prompt.tolist(), **logged, "answer": item["answer"], "kind": item["kind"],
             "correct": traj.correct, **head}
 
 
 def judge_answer(traj, item, tok):
-    """Fills in whether the response is right."""
+    """Fills in what the response says, and whether it is right."""
+    traj.text = text_of(traj, tok)
     finished = first_end(traj, tok.end_ids) is not None
-    traj.correct = judge(text_of(traj, tok), finished, item["answer"], item["kind"])
+    traj.correct = judge(traj.text, finished, item["answer"], item["kind"])
 
 
 def check_same_run(place: str, record: dict, head: dict, prompt_of: dict):
@@ -549,13 +548,13 @@ def main():
             item = by_id[traj.id]
             judge_answer(traj, item, tok)
             if args.out:
-                append_record(args.out, make_record(traj, item, tok, head))
+                append_record(args.out, make_record(traj, item, head))
             if args.show:
                 print(item["prompt"])
                 show_in_colour(traj, tok)
                 return
             decoded += 1
-            tokens += int((traj.step >= 0).sum())
+            tokens += int(traj.decoded.sum())
             valid += traj.correct is not False
             bar(decoded, f"{tokens / (time.time() - start):,.0f} tok/s | {100 * valid / decoded:.0f} % valid")
     print(f"rank {rank}: {decoded} responses decoded, {valid} of them valid; {len(done)} were there before", flush=True)

@@ -26,10 +26,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lora
-from data import first_end, load_trajectories, read_prompts, text_of
+from data import View, first_end, load_trajectories, read_prompts
 from decode import decode_all, decoding_flags, make_record, make_settings, record_head
 from model import entropy, load_model, load_tokenizer, read_config
-from tabom import View, collate, tabom_view
+from tabom import collate, tabom_view
 from util import (
     Parser,
     about_run,
@@ -111,8 +111,8 @@ def parse_args(argv=None):
 def accuracy(trajs) -> dict:
     """The share that is right, and how many tokens a forward has really decoded."""
     right = sum(traj.correct is True for traj in trajs)
-    tokens = sum((traj.step >= 0).sum() for traj in trajs)
-    forwards = sum(len(np.unique(traj.step[traj.step >= 0])) for traj in trajs)
+    tokens = sum(traj.decoded.sum() for traj in trajs)
+    forwards = sum(len(np.unique(traj.step[traj.decoded])) for traj in trajs)
     return {"right": right, "n": len(trajs), "share": right / len(trajs),
             "tokens_per_forward": float(tokens / forwards)}
 
@@ -174,8 +174,8 @@ def states(traj, eos_id):
     """
     N = len(traj.step)
     is_end = traj.response == eos_id
-    for step in np.unique(traj.step[traj.step >= 0]):
-        visible = (traj.step >= 0) & (traj.step < step)
+    for step in np.unique(traj.step[traj.decoded]):
+        visible = traj.decoded_before(step)
         ends = np.flatnonzero(visible & is_end)
         limit = ends[0] if len(ends) else N
         yield int(step), View(traj, visible, np.flatnonzero(~visible & (np.arange(N) < limit)))
@@ -335,7 +335,7 @@ class Harness:
                 self.tds[task] = tds(self.net, trajs[:args.tds], self.config, self.tok.end_ids[0], args.batch_size)
             for item, traj in zip(items, trajs, strict=True):
                 request = requests[item["number"]]
-                text = cut_at(text_of(traj, self.tok), request.args[1].get("until"))
+                text = cut_at(traj.text, request.args[1].get("until"))
                 texts[item["number"]] = text
                 self.texts.append({"task": task, "doc_id": request.doc_id, "text": text})
         if dist.is_initialized() and dist.get_rank() > 0:
@@ -468,7 +468,7 @@ def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
                 result["swap"][key] = swap(model, tok, config, items, s, args.batch_size)
             if args.keep and os.environ.get("RANK", "0") == "0":
                 head = record_head(config, s, tok, dtype, args.adapter)
-                records = [make_record(traj, item, tok, head) for traj, item in zip(trajs, items, strict=True)]
+                records = [make_record(traj, item, head) for traj, item in zip(trajs, items, strict=True)]
                 write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
             if args.tds and domain not in result["tds"]:                                 # at the first speed
                 result["tds"][domain] = tds(model, trajs[:args.tds], config, tok.end_ids[0], args.batch_size)

@@ -150,6 +150,11 @@ class Model(nn.Module):
             block.compile(dynamic=True, backend=backend)
 
 
+def log_probs(model, batch):
+    """(B, W, V) in fp32, at the targets of a batch of tabom.collate."""
+    return F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)
+
+
 def entropy(logp):
     """Eq. 10, (..., V) -> (...), in nats: how uncertain the model is. What is ranked, logged and scored."""
     return -(logp.exp() * logp).sum(-1)
@@ -165,6 +170,14 @@ def left_pad(rows):
         ids[b, T - len(row):] = row
         attend[b, T - len(row):] = True
     return ids, attend
+
+
+def right_pad(rows, fill):
+    """Arrays of different lengths as one (B, W): what each row asks of the model, filled up at the end."""
+    table = np.full((len(rows), max(len(row) for row in rows)), fill, dtype=rows[0].dtype)
+    for b, row in enumerate(rows):
+        table[b, :len(row)] = row
+    return table
 
 # -----------------------------------------------------------------------------
 # All that differs between the families, by the model_type in config.json.

@@ -41,8 +41,8 @@ from safetensors.torch import save as to_bytes
 
 import baselines
 import lora
-from data import Trajectory, data_checksum, load_trajectories, model_of
-from model import entropy, left_pad, load_model, load_tokenizer, read_config
+from data import View, data_checksum, load_trajectories, model_of
+from model import entropy, left_pad, load_model, load_tokenizer, log_probs, read_config, right_pad
 from util import (
     Parser,
     about_run,
@@ -127,20 +127,13 @@ def parse_args(argv=None):
 # -----------------------------------------------------------------------------
 # one moment of a trajectory, and a batch of them
 
-class View(NamedTuple):
-    """One training sample: what the model sees of a response, the rest being masked, and what it is to predict."""
-    traj: Trajectory
-    visible: np.ndarray                                    # (N,) bool, the response tokens that are not masked
-    targets: np.ndarray                                    # positions to predict, in decoding order
-
-
 def tabom_view(traj, rng, window=32, cut="uniform"):
     """
     Draws a cut, and takes the next W tokens. traj.step (N,): the step that decoded each position, -1 = never.
     traj.order: the positions that may be targets, sorted by (step, entropy, position).
     """
     order = traj.order
-    steps = traj.step[order]                               # ascending
+    steps = traj.step[order]                             # ascending
     # a cut leaves W targets, or with --window 0 two: one pair. A shorter trajectory is one window; the authors drop it
     last = max(0, len(steps) - (window or 2))
     cuts = np.unique(steps[:last + 1])
@@ -151,7 +144,7 @@ def tabom_view(traj, rng, window=32, cut="uniform"):
     targets = order[steps >= start]
     if window:
         targets = targets[:window]                         # the next W tokens, the paper's Delta
-    return View(traj, (traj.step >= 0) & (traj.step < start), targets)
+    return View(traj, traj.decoded_before(start), targets)
 
 
 class Batch(NamedTuple):
@@ -176,10 +169,7 @@ def collate(views, mask_id, device):
 
     def per_target(values, fill=0):
         """One array per view, as long as its targets -> (B, W)."""
-        column = np.full((len(views), max(len(x) for x in values)), fill, dtype=values[0].dtype)
-        for b, x in enumerate(values):
-            column[b, :len(x)] = x
-        return torch.from_numpy(column).to(device)
+        return torch.from_numpy(right_pad(values, fill)).to(device)
 
     return Batch(
         ids=torch.from_numpy(ids).to(device),
@@ -223,9 +213,9 @@ def tabom_loss(logp, batch, args, h=None):
         h = entropy(logp)                                                   # (B, W)     Eq. 10
     gap = h[:, :, None] - h[:, None, :]                                     # (B, W, W)  gap[b, r, s] = h(r) - h(s)
     pair = (valid[:, :, None] & valid[:, None, :]).triu(1)                  # (B, W, W)  r before s, both in the window
-    pairs = pair.sum((1, 2)).clamp(min=1)                                   # (B,)       W (W - 1) / 2
-    rank_loss = (F.relu(gap + args.gamma) * pair).sum((1, 2)) / pairs       # (B,)
-    in_order = ((gap < 0) & pair).sum((1, 2)) / pairs                       # (B,)       logged: Eq. 7 holds
+    n_pairs = pair.sum((1, 2)).clamp(min=1)                                 # (B,)       W (W - 1) / 2
+    rank_loss = (F.relu(gap + args.gamma) * pair).sum((1, 2)) / n_pairs     # (B,)
+    in_order = ((gap < 0) & pair).sum((1, 2)) / n_pairs                     # (B,)       logged: Eq. 7 holds
     return ce + args.lam * rank_loss, {"ce": ce, "rank_loss": rank_loss, "in_order": in_order}
 
 
@@ -235,9 +225,8 @@ def exact_entropies(model, views, mask_id, device):
     for traj, _, targets in views:
         h = []
         for step in np.unique(traj.step[targets]):         # ascending, so h comes out in decoding order
-            now = View(traj, (traj.step >= 0) & (traj.step < step), targets[traj.step[targets] == step])
-            batch = collate([now], mask_id, device)
-            h.append(entropy(F.log_softmax(model(batch.ids, batch.attend, batch.pos)[0].float(), dim=-1)))
+            now = View(traj, traj.decoded_before(step), targets[traj.step[targets] == step])
+            h.append(entropy(log_probs(model, collate([now], mask_id, device)))[0])
         rows.append(torch.cat(h))
     W = max(len(row) for row in rows)
     return torch.stack([F.pad(row, (0, W - len(row))) for row in rows])     # (B, W)
@@ -246,7 +235,7 @@ def exact_entropies(model, views, mask_id, device):
 def compute_loss(model, views, args, device):
     """One micro-batch: the loss (B,), which is minimised, and by name whatever else (B,) is to be logged."""
     batch = collate(views, model.config.mask_id, device)
-    logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)      # (B, W, V)  only targets
+    logp = log_probs(model, batch)                                          # (B, W, V)  only targets
     if args.method == "t3d":
         loss, parts = baselines.t3d_loss(model, logp, batch)
     else:
@@ -285,7 +274,8 @@ def save_resume(path, params, optimizer, step, settings):
 def load_resume(path, params, optimizer, settings):
     """Fills the parameters and the optimiser; returns the number of steps done. Another run's file is refused."""
     with safe_open(path, "pt") as f:
-        saved = json.loads(f.metadata()["settings"])
+        # a file from before the checksum was saved cannot tell its data
+        saved = {"data_checksum": settings["data_checksum"]} | json.loads(f.metadata()["settings"])
         changed = find_change(saved, settings, flags())
         if changed:
             stop(f"{path}: the run there has {changed}; give another --out")
@@ -344,13 +334,13 @@ def main():
     # resume. No random state is carried from step to step, so a resumed run equals an uninterrupted one: bit for bit on
     # a CPU, up to rounding on a GPU, whose attention adds up gradients in no fixed order
     settings = vars(args) | {"model": config.name, "dtype": str(dtype), "records": len(trajs),
-                             "global_batch": global_batch}
+                             "data_checksum": data_checksum(trajs), "global_batch": global_batch}
     settings = {key: value for key, value in settings.items() if key not in MAY_CHANGE}
     start_step = 0
     if resume_path.exists():
         start_step = load_resume(resume_path, params, optimizer, settings)
     if world_size > 1:
-        all_ranks_agree(device, start_step=start_step, records=len(trajs), checksum_of_data=data_checksum(trajs),
+        all_ranks_agree(device, start_step=start_step, records=len(trajs), data_checksum=settings["data_checksum"],
                         checksum_of_flags=crc32(json.dumps(settings).encode()),
                         checksum_of_resume_file=crc32(resume_path.read_bytes()) if start_step else 0)
     if rank == 0:
@@ -387,7 +377,7 @@ def main():
                 if args.method == "tabom":
                     views.append(tabom_view(trajs[n], rng, args.window, args.cut))
                 else:
-                    views.append(View(trajs[n], *baselines.VIEWS[args.method](trajs[n], rng)))
+                    views.append(baselines.VIEWS[args.method](trajs[n], rng))
             loss, parts = compute_loss(model, views, args, device)
             (scale * loss.sum()).backward()
             for name, value in {"loss": loss, **parts}.items():

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 import baselines
+import data
 import decode
 import eval as evaluate
 import lora
@@ -241,7 +242,7 @@ def test_no_token_of_the_future_reaches_the_model(flags, folders, tmp_path):
     for traj, visible, targets in views_of(read_shapes(folders["llada"], tmp_path, ""), args):
         def states(response):
             fed.clear()
-            losses(net, [tabom.View(dataclasses.replace(traj, response=response), visible, targets)], args)
+            losses(net, [data.View(dataclasses.replace(traj, response=response), visible, targets)], args)
             assert all((ids.gather(1, pos) == mask_id).all() for ids, _, pos in fed)
             return [ids[0].tolist() for ids, _, _ in fed]
         N, x = len(traj.response), traj.response

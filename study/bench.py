@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import decode  # noqa: E402
 import lora  # noqa: E402
 import tabom  # noqa: E402
-from data import Trajectory  # noqa: E402
+from data import Trajectory, View  # noqa: E402
 from model import FAMILIES, Config, Model  # noqa: E402
 from util import Parser, about_run  # noqa: E402
 
@@ -148,7 +148,7 @@ def make_views(vocab: int, prompt_length=PROMPT, N=256, W=WINDOW, B=4) -> list:
         order = rng.permutation(N)
         traj = Trajectory(n, prompt, response, np.argsort(order), *np.full((2, N), np.nan))
         start = rng.integers(N - W + 1)
-        views.append(tabom.View(traj, traj.step < start, order[start:start + W]))
+        views.append(View(traj, traj.step < start, order[start:start + W]))
     return views
 
 

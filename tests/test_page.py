@@ -155,7 +155,7 @@ def test_page_shows_what_tabom_loss_gives_at_20_random_cuts(toy, browser):
             lora.load(model, adapter)
         for n, k in cuts[m::3]:
             traj = trajs[n]
-            view = tabom.View(traj, (traj.step >= 0) & (traj.step < k), traj.order[traj.step[traj.order] >= k][:4])
+            view = data.View(traj, traj.decoded_before(k), traj.order[traj.step[traj.order] >= k][:4])
             batch = tabom.collate([view], config.mask_id, "cpu")
             with torch.no_grad():
                 logp = F.log_softmax(model(batch.ids, batch.attend, batch.pos).float(), dim=-1)

@@ -176,7 +176,7 @@ def test_ranks_that_would_train_different_things_train_nothing(train, folders, t
     """Each rank stands in its own folder, as on a node of its own."""
     rows = corpus(folders["llada"])
     fewer, other = rows[:20], [row | dict(decoding_order=row["decoding_order"][::-1]) for row in rows]
-    for words, second in (("records 20 on one rank, 21 on another", fewer), ("checksum of data", other)):
+    for words, second in (("records 20 on one rank, 21 on another", fewer), ("data checksum", other)):
         for rank, content in ((0, rows), (1, second)):
             (tmp_path / f"disk{rank}").mkdir(exist_ok=True)
             write_lines(tmp_path / f"disk{rank}" / "corpus.jsonl", content)

@@ -457,14 +457,14 @@ def read_shapes(folder, tmp_path, flags) -> list[data.Trajectory]:
     return read_trajs(folder, write_lines(tmp_path / "shapes.jsonl", rows), f"--all {flags}")
 
 
-def view_of(traj, args, rng) -> tabom.View:
+def view_of(traj, args, rng) -> data.View:
     """The view that tabom.py draws with these flags."""
     if args.method == "tabom":
         return tabom.tabom_view(traj, rng, args.window, args.cut)
-    return tabom.View(traj, *baselines.VIEWS[args.method](traj, rng))
+    return baselines.VIEWS[args.method](traj, rng)
 
 
-def views_of(trajs, args, seed=0) -> list[tabom.View]:
+def views_of(trajs, args, seed=0) -> list[data.View]:
     return [view_of(traj, args, np.random.default_rng([seed, n])) for n, traj in enumerate(trajs)]
 
 
