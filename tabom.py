@@ -274,8 +274,8 @@ def save_resume(path, params, optimizer, step, settings):
 def load_resume(path, params, optimizer, settings):
     """Fills the parameters and the optimiser; returns the number of steps done. Another run's file is refused."""
     with safe_open(path, "pt") as f:
-        # a file from before the checksum was saved cannot tell its data
-        saved = {"data_checksum": settings["data_checksum"]} | json.loads(f.metadata()["settings"])
+        saved = json.loads(f.metadata()["settings"])
+        saved.setdefault("data_checksum", settings["data_checksum"])         # older files do not tell
         changed = find_change(saved, settings, flags())
         if changed:
             stop(f"{path}: the run there has {changed}; give another --out")

@@ -60,7 +60,8 @@ def test_the_label_says_the_flags_and_tokens_per_forward_what_was_decoded(flags,
 
 def test_pass_at_k_is_the_share_of_all_groups_of_k_samples_that_hold_a_right_one():
     rng, N = np.random.default_rng(0), 5
-    samples = [[SimpleNamespace(correct=bool(x), step=np.arange(3)) for x in row] for row in rng.random((N, 7)) < 0.3]
+    answer = lambda x: SimpleNamespace(correct=bool(x), step=np.arange(3), decoded=np.ones(3, dtype=bool))
+    samples = [[answer(x) for x in row] for row in rng.random((N, 7)) < 0.3]
     found = evaluate.pass_at(samples, [1, 2, 3, 5])
     for k, share in found["share"].items():
         hits = [any(samples[i][prompt].correct for i in group)

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import baselines
@@ -509,6 +510,15 @@ def train(command, folders, tmp_path):
         return tmp_path / out
     call.data = write_lines(tmp_path / "corpus.jsonl", corpus(folders["llada"]))
     return call
+
+
+def forget(path, *names):
+    """A resume file as it was before it named these settings."""
+    with safe_open(path, "pt") as f:
+        metadata = f.metadata()
+    settings = json.loads(metadata["settings"])
+    settings = {name: value for name, value in settings.items() if name not in names}
+    save_file(load_file(path), path, metadata | {"settings": json.dumps(settings)})
 
 
 def log_of(out) -> tuple[dict, list[dict]]:
