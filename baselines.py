@@ -2,7 +2,7 @@
 What TABOM is compared with in the paper, on the same loop and LoRA (tabom.py --method sft|dinfer|t3d).
 
 A view draws one moment of a trajectory: what the model sees, and what it is to predict (data.View). sft and dinfer
-minimise the targets' cross-entropy; t3d has a loss of its own.
+have no loss of their own: tabom.py sets lam to 0, and tabom_loss is then the cross-entropy.
 reorder is a control for the methods that train on trajectories (--order).
 """
 from zlib import crc32

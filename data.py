@@ -1,5 +1,5 @@
 """
-Prompts, trajectory records and the verifier. Nothing that a model wrote is ever executed.
+Trajectories, prompts, records and the verifier. Nothing that a model wrote is ever executed.
 
 A source is a .jsonl or .parquet file, or one of the paper's data sets by name (SOURCES). A prompt becomes
 {id, prompt, messages, answer, response, kind}; a record, which decode.py writes, becomes a Trajectory.
@@ -19,6 +19,75 @@ import numpy as np
 
 from util import stop
 
+# -----------------------------------------------------------------------------
+# trajectories
+
+@dataclass
+class Trajectory:
+    """One response and how it was decoded. decode.py fills it, a record holds it, training and evaluation use it."""
+    id: object
+    prompt: np.ndarray                                   # (P,) token ids
+    response: np.ndarray                                 # (N,) token ids, the mask where undecided
+    step: np.ndarray                                     # (N,) when each was decoded: 0 first, unlike the paper's t;
+                                                         # -1 = undecided
+    entropy: np.ndarray                                  # (N,) at that step, temperature 1, in nats; nan = unknown
+    confidence: np.ndarray                               # (N,) probability of the token, likewise
+    text: str = ""                                       # what the response says
+    correct: bool | None = None                          # what the verifier says; None = nothing to judge by
+    block: int | None = None                             # tokens per block; None = unknown
+    last: int | None = None                              # no target after this position (--tail drop)
+    non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
+
+    @property
+    def decoded(self) -> np.ndarray:
+        return self.step >= 0
+
+    def decoded_before(self, step: int) -> np.ndarray:
+        return self.decoded & (self.step < step)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Def. 1: the positions that may be targets, by step; ties inside a step by entropy, then by position."""
+        order = np.lexsort((self.entropy, self.step))        # stable
+        order = order[self.decoded[order]]
+        return order if self.last is None else order[order <= self.last]
+
+    @property
+    def jumps(self) -> np.ndarray:
+        """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
+        if self.non_ltr is not None:
+            return self.non_ltr
+        when = np.where(self.decoded, self.step, self.step.max() + 1)
+        latest = np.maximum.accumulate(when)
+        return np.flatnonzero((when < latest) & self.decoded)
+
+
+class View(NamedTuple):
+    """One training sample: what the model sees of a response, the rest being masked, and what it is to predict."""
+    traj: Trajectory
+    visible: np.ndarray                                  # (N,) bool, the response tokens that are not masked
+    targets: np.ndarray                                  # positions to predict, in decoding order
+
+
+def first_end(traj: Trajectory, end_ids) -> int | None:
+    """The position of the first end token if everything up to it is decoded, else None: the response is unfinished."""
+    for i, (token, step) in enumerate(zip(traj.response, traj.step, strict=True)):
+        if step < 0:
+            return None
+        if token in end_ids:
+            return i
+    return None
+
+
+def text_of(traj: Trajectory, tok) -> str:
+    """What the response says: the text before its first end token, or all that was decoded."""
+    end = first_end(traj, tok.end_ids)
+    shown = traj.response[traj.decoded] if end is None else traj.response[:end]
+    return tok.decode(shown.tolist(), skip_special_tokens=True)
+
+# -----------------------------------------------------------------------------
+# reading: every row comes with its place, so that a mistake can be named
+
 SOURCES = {    # name: hub id, configuration, split, kind
     "mixchain-z-prm12k": ("horseee/MixChain-Z-PRM12K", None, "train", "math"),
     "ling-coder-sft": ("inclusionAI/Ling-Coder-SFT", None, "train", "code"),
@@ -29,8 +98,6 @@ SOURCES = {    # name: hub id, configuration, split, kind
     "trajectory_data_llada_32": ("d3LLM/trajectory_data_llada_32", None, "train", "math"),
 }
 
-# -----------------------------------------------------------------------------
-# reading: every row comes with its place, so that a mistake can be named
 
 def parse_line(place: str, line: str) -> dict:
     try:
@@ -181,71 +248,6 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
         return tok(text, add_special_tokens=False)["input_ids"]
     except Exception as e:                               # the toy's tokenizer has no token for a word that it misses
         stop(f"{item['place']}: {text[:40]!r} has a word that the tokenizer does not know ({e}); correct the prompt")
-
-# -----------------------------------------------------------------------------
-# trajectories
-
-@dataclass
-class Trajectory:
-    """One response and how it was decoded. decode.py fills it, a record holds it, training and evaluation use it."""
-    id: object
-    prompt: np.ndarray                                   # (P,) token ids
-    response: np.ndarray                                 # (N,) token ids, the mask where undecided
-    step: np.ndarray                                     # (N,) the step that decoded each position, -1 = undecided
-    entropy: np.ndarray                                  # (N,) at that step, temperature 1, in nats; nan = unknown
-    confidence: np.ndarray                               # (N,) probability of the token, likewise
-    text: str = ""                                       # what the response says
-    correct: bool | None = None                          # what the verifier says; None = nothing to judge by
-    block: int | None = None                             # tokens per block; None = unknown
-    last: int | None = None                              # no target after this position (--tail drop)
-    non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
-
-    @property
-    def decoded(self) -> np.ndarray:
-        return self.step >= 0
-
-    def decoded_before(self, step: int) -> np.ndarray:
-        return self.decoded & (self.step < step)
-
-    @property
-    def order(self) -> np.ndarray:
-        """Def. 1: the positions that may be targets, by step; ties inside a step by entropy, then by position."""
-        order = np.lexsort((self.entropy, self.step))        # stable
-        order = order[self.decoded[order]]
-        return order if self.last is None else order[order <= self.last]
-
-    @property
-    def jumps(self) -> np.ndarray:
-        """Positions decoded out of left-to-right order: some position to their left was decoded later, or never."""
-        if self.non_ltr is not None:
-            return self.non_ltr
-        when = np.where(self.decoded, self.step, self.step.max() + 1)
-        latest = np.maximum.accumulate(when)
-        return np.flatnonzero((when < latest) & self.decoded)
-
-
-class View(NamedTuple):
-    """One training sample: what the model sees of a response, the rest being masked, and what it is to predict."""
-    traj: Trajectory
-    visible: np.ndarray                                  # (N,) bool, the response tokens that are not masked
-    targets: np.ndarray                                  # positions to predict, in decoding order
-
-
-def first_end(traj: Trajectory, end_ids) -> int | None:
-    """The position of the first end token if everything up to it is decoded, else None: the response is unfinished."""
-    for i, (token, step) in enumerate(zip(traj.response, traj.step, strict=True)):
-        if step < 0:
-            return None
-        if token in end_ids:
-            return i
-    return None
-
-
-def text_of(traj: Trajectory, tok) -> str:
-    """What the response says: the text before its first end token, or all that was decoded."""
-    end = first_end(traj, tok.end_ids)
-    shown = traj.response[traj.decoded] if end is None else traj.response[:end]
-    return tok.decode(shown.tolist(), skip_special_tokens=True)
 
 # -----------------------------------------------------------------------------
 # records: a field is checked where something would be silently wrong without
@@ -423,7 +425,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
 
 
 def data_checksum(trajs) -> int:
-    """Of all that training reads of the trajectories."""
+    """Of prompts, responses and their order."""
     value = 0
     for traj in trajs:
         for array in (traj.prompt, traj.response, traj.step, traj.order):

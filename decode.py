@@ -184,13 +184,13 @@ def filter_logits(z, s):
         p = z.softmax(-1)
         n, V = z.shape
         widths = [min(64, V), V] if n > 4 else [V]
-        for k in widths:
-            top, index = z.topk(k)
-            top_p = p.gather(-1, index)
-            if k == V or bool((top_p.sum(-1) > s.top_p).all()):
+        for width in widths:
+            top, index = z.topk(width)
+            top_probs = p.gather(-1, index)
+            if width == V or bool((top_probs.sum(-1) > s.top_p).all()):
                 break
         # the token that crosses top_p is kept
-        before = F.pad(top_p.cumsum(-1)[:, :-1], (1, 0))
+        before = F.pad(top_probs.cumsum(-1)[:, :-1], (1, 0))
         z = top.masked_fill(before > s.top_p, -torch.inf)
     # the k-th largest and all that equal it
     if s.top_k:
@@ -222,10 +222,10 @@ def draw_tokens(logp, s, rng):
     return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
-def score_positions(z, h, token, sure, s, rng):
+def score_positions(z, h, token, confidence, s, rng):
     """
-    (n,): the position with the lowest value is unmasked first (Eq. 2 is the entropy). h, token, sure (n,): entropy,
-    token and its probability under the model. z (n, V): log-probabilities; with --ties position the model's logits.
+    (n,): the position with the lowest value is unmasked first (Eq. 2 is the entropy). h, token, confidence (n,):
+    entropy, token and its probability under the model. z (n, V): log-probabilities; with --ties position, logits.
     """
     if s.score == "random":
         return torch.rand(len(z), generator=rng, device=z.device)
@@ -234,7 +234,7 @@ def score_positions(z, h, token, sure, s, rng):
         if s.score == "entropy":
             return h
         if s.score == "confidence":
-            return -sure
+            return -confidence
     # LLaDA's options logits_eos_inf and confidence_eos_eot_inf: positions that end the text come last
     if s.suppress_eos:
         z = without(z, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
@@ -255,37 +255,37 @@ def score_positions(z, h, token, sure, s, rng):
     return -(p * (index == token[:, None])).sum(-1)
 
 
-def choose(raw, k, s, rng, token_raw=None):
+def choose(logits, k, s, rng, token_logits=None):
     """
-    One step of one row. raw (n, V): logits at its masked positions; k: how many to unmask, None = by --threshold;
-    token_raw (n, V): logits of the model that names the tokens, if it is another one.
+    One step of one row. logits (n, V): at its masked positions; k: how many to unmask, None = by --threshold;
+    token_logits (n, V): of the model that names the tokens, if it is another one.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
-    logp = F.log_softmax(raw, -1, dtype=torch.float32)                                       # (n, V)
+    logp = F.log_softmax(logits, -1, dtype=torch.float32)                                       # (n, V)
     h = entropy(logp)                                                                        # (n,)
     # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow
-    token = sure = None
+    token = confidence = None
     if s.score == "confidence" or s.threshold is not None:
-        token, sure = draw_tokens(logp, s, rng)                                              # (n,), (n,)
-    # the best first; ties by the entropy at temperature 1, then by position
+        token, confidence = draw_tokens(logp, s, rng)                                        # (n,), (n,)
+    # the best first; ties by position, or before that by the entropy at temperature 1
     if s.ties == "position":
-        order = score_positions(raw, h, token, sure, s, rng).argsort(stable=True)            # (n,)
+        order = score_positions(logits, h, token, confidence, s, rng).argsort(stable=True)   # (n,)
     else:
         order = h.argsort(stable=True)
-        order = order[score_positions(logp, h, token, sure, s, rng)[order].argsort(stable=True)]
+        order = order[score_positions(logp, h, token, confidence, s, rng)[order].argsort(stable=True)]
     # as many as the schedule says, or all that are certain enough, at least one
     where = order[:k]
     if s.threshold is not None:
-        certain = order[sure[order] > s.threshold]
+        certain = order[confidence[order] > s.threshold]
         where = certain if len(certain) else order[:1]
     # their tokens
-    if token_raw is not None:
-        token, sure = draw_tokens(F.log_softmax(token_raw[where], -1, dtype=torch.float32), s, rng)
+    if token_logits is not None:
+        token, confidence = draw_tokens(F.log_softmax(token_logits[where], -1, dtype=torch.float32), s, rng)
     elif token is None:
-        token, sure = draw_tokens(logp[where], s, rng)
+        token, confidence = draw_tokens(logp[where], s, rng)
     else:
-        token, sure = token[where], sure[where]
-    return where, token, h[where], sure
+        token, confidence = token[where], confidence[where]
+    return where, token, h[where], confidence
 
 # -----------------------------------------------------------------------------
 # the loop
@@ -293,8 +293,8 @@ def choose(raw, k, s, rng, token_raw=None):
 def new_trajectory(id, prompt, s) -> Trajectory:
     """A response of N masks."""
     N = s.length
-    unknown = np.full((2, N), np.nan, dtype=np.float32)
-    return Trajectory(id, np.array(prompt), np.full(N, s.mask_id), np.full(N, -1), *unknown, block=s.block)
+    return Trajectory(id, np.array(prompt), response=np.full(N, s.mask_id), step=np.full(N, -1),
+                      entropy=np.full(N, np.nan, np.float32), confidence=np.full(N, np.nan, np.float32), block=s.block)
 
 
 def is_done(traj, s) -> bool:
@@ -343,7 +343,7 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
 
         # one forward for all rows
         batch, masked = pack(live, s, device)
-        logits = model(*batch)                                                               # (B, n, V)
+        logits = model(*batch)                                                               # (B, most masks, V)
         token_logits = token_model(*batch) if token_model else None
 
         # each row by itself; the seed depends on the prompt and the step, not on the batch
@@ -352,21 +352,21 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             n = len(masked[b])
             step, k = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
-            token_raw = token_logits[b, :n] if token_model else None
-            chosen.append((step, choose(logits[b, :n], k, s, rng, token_raw)))
-        del logits, token_logits, token_raw                                                  # before the next forward
+            other = token_logits[b, :n] if token_model else None
+            chosen.append((step, choose(logits[b, :n], k, s, rng, other)))
+        del logits, token_logits, other                                                      # before the next forward
 
         # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
         unfinished = []
         for traj, positions, (step, results) in zip(live, masked, chosen, strict=True):
-            where, token, h, sure = [x.cpu().numpy() for x in results]
+            where, token, h, confidence = [x.cpu().numpy() for x in results]
             if not np.isfinite(h).all():
                 stop(f"prompt {traj.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
-            where = positions[where]
-            traj.step[where] = step
-            traj.response[where] = token
-            traj.entropy[where] = h
-            traj.confidence[where] = sure
+            at = positions[where]
+            traj.step[at] = step
+            traj.response[at] = token
+            traj.entropy[at] = h
+            traj.confidence[at] = confidence
             if is_done(traj, s):
                 yield traj
             else:
@@ -426,7 +426,7 @@ def record_head(config, s, tok, dtype, adapter) -> dict:
 
 
 def make_record(traj, item, head: dict) -> dict:
-    """README "Record format"."""
+    """README "A record"."""
     logged = {}
     for name in ("entropy", "confidence"):
         logged[name] = [None if np.isnan(x) else float(f"{x:.6g}") for x in getattr(traj, name)]
@@ -444,7 +444,7 @@ def judge_answer(traj, item, tok):
 
 
 def check_same_run(place: str, record: dict, head: dict, prompt_of: dict):
-    """A record that this run would not have written must not be continued."""
+    """A file whose settings differ, or that has another prompt under the same id, must not be continued."""
     for part in ("model", "decode"):
         changed = find_change(record.get(part) or {}, head[part], flags())
         if changed:

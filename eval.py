@@ -389,6 +389,15 @@ def checksum(folder) -> str | None:
     return f"{crc32((Path(folder) / 'adapter_model.safetensors').read_bytes()):08x}" if folder else None
 
 
+def data_checksum(args) -> int:
+    """Of the files to measure by; data sets that are named are not read."""
+    value = 0
+    for path in [*args.prompts, args.order, *(args.ce or [])]:
+        if path and Path(path).is_file():
+            value = crc32(Path(path).read_bytes(), value)
+    return value
+
+
 def name_adapters(args) -> dict:
     """{name: folder}; the base is None and comes first."""
     adapters = {} if args.no_base else {"base": None}
@@ -410,6 +419,7 @@ def find_result(path: Path, settings: dict, folder) -> dict | None:
     if not path.exists():
         return None
     found = read_json(path)
+    found["settings"].setdefault("data_checksum", settings["data_checksum"])              # older results do not tell
     changed = find_change(found["settings"], settings, flags())
     if changed:
         stop(f"{path}: was measured with {changed}; give another --out")
@@ -428,10 +438,15 @@ def show(name, result: dict):
     for key, value in result.get("pass_at", {}).items():
         curve = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in value["share"].items())
         print(f"{name} {key}: {curve}, {value['tokens_per_forward']:.2f} tokens per forward", flush=True)
+    for key, swapped in result.get("swap", {}).items():
+        for whose, value in swapped.items():
+            print(f"{name} {key}, {whose}: {100 * value['share']:.1f} % of {value['n']}", flush=True)
     for key, value in result.get("tds", {}).items():
         print(f"{name} {key}: TDS {value['mean']:.3f}, mean over steps", flush=True)
     for task, scores in result.get("tasks", {}).items():
         print(f"{name} {task}: {json.dumps(scores)}", flush=True)
+    for label, curve in result.get("ce", {}).items():
+        print(f"{name} {label}: cross-entropy by mask ratio {json.dumps(curve)}", flush=True)
     if "in_order" in result:
         print(f"{name}: {result['in_order']:.3f} of the pairs in order", flush=True)
 
@@ -493,6 +508,7 @@ def main():
     # what was measured before stays, if it was measured in the same way
     not_settings = ("adapter", "out", "keep", "no_base")
     settings = {key: value for key, value in vars(args).items() if key not in not_settings}
+    settings["data_checksum"] = data_checksum(args)
     adapters, results = name_adapters(args), {}
     for name, folder in adapters.items():
         results[name] = find_result(out / f"{name}.json", settings, folder)

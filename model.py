@@ -85,7 +85,7 @@ class Block(nn.Module):
         self.up = nn.Linear(c.width, c.mlp, bias=False)
         self.down = nn.Linear(c.mlp, c.width, bias=False)
 
-    def forward(self, x, cos, sin, mask):
+    def forward(self, x, cos, sin, attend):
         B, T, C = x.shape
         # attention without a causal mask: every token sees every other, left and right
         h = self.attn_norm(x)
@@ -97,7 +97,7 @@ class Block(nn.Module):
             # grouped queries, by copies: the fused kernels do not take a mask together with enable_gqa
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
         x = x + self.o(y.transpose(1, 2).reshape(B, T, -1))
         # MLP
         h = self.mlp_norm(x)
@@ -117,7 +117,10 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids, attend, pos):
-        """ids (B, T); attend (B, T), False on left padding; pos (B, W), the positions asked for. Returns (B, W, V)."""
+        """
+        ids (B, T); attend (B, T), False on left padding; pos (B, W), where in T a prediction is wanted: RoPE counts
+        otherwise. Returns (B, W, V).
+        """
         c = self.config
         T = ids.shape[1]
         # RoPE counts real tokens only
@@ -130,12 +133,12 @@ class Model(nn.Module):
         dtype = torch.float32 if c.family["rope_fp32"] else x.dtype
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         # padding is masked as keys only, so that padded queries stay finite
-        mask = attend[:, None, None, :]                                                      # (B, 1, 1, T)
+        attend = attend[:, None, None, :]                                                    # (B, 1, 1, T)
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
-                x = block(x, cos, sin, mask)
+                x = block(x, cos, sin, attend)
         # the head is the largest matrix: it sees only the positions asked for
         if c.family["shift"]:
             pos = torch.maximum(pos - 1, first)                                              # no token before the first
@@ -311,7 +314,7 @@ def load_model(config: Config, device="cpu", dtype=torch.float32) -> Model:
 
 
 def load_tokenizer(config: Config):
-    """By the class in FAMILIES, never the code that a folder asks to run. tok.end_ids: see ends."""
+    """By the class in FAMILIES, never the code that a folder asks to run. tok.end_ids: the family's ends, above."""
     import transformers
     tokenizer_class = getattr(transformers, config.family["tokenizer"])
     tok = tokenizer_class.from_pretrained(config.folder, trust_remote_code=False, local_files_only=True)

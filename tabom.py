@@ -69,7 +69,7 @@ def flags():
     flag("--model", help="hub name or folder (default: the model that the trajectories name)")
     flag("--out", default="out/tabom", help="adapters, log.jsonl and the resume file go here")
     flag("--all", action="store_true", help="train on unfinished and wrong responses too")
-    flag("--decoded-by", nargs="+", help="only records with this method, such as entropy or default")
+    flag("--decoded-by", nargs="+", help="only records whose field method is one of these, such as entropy")
     flag("--limit", type=count, default=0, help="only the first records of --data")
     flag("--length", type=count, default=0, help="tokens per reference answer (sft; default: as decode.py's)")
     # objective
@@ -133,14 +133,14 @@ def tabom_view(traj, rng, window=32, cut="uniform"):
     traj.order: the positions that may be targets, sorted by (step, entropy, position).
     """
     order = traj.order
-    steps = traj.step[order]                             # ascending
-    # a cut leaves W targets, or with --window 0 two: one pair. A shorter trajectory is one window; the authors drop it
-    last = max(0, len(steps) - (window or 2))
-    cuts = np.unique(steps[:last + 1])
-    if cut == "non-ltr":                                   # start at a token decoded before one to its left, if any
-        jumps = np.intersect1d(cuts, traj.step[traj.jumps])
-        cuts = jumps if len(jumps) else cuts
-    start = rng.choice(cuts)
+    steps = traj.step[order]                               # ascending
+    # a window starts at a step that leaves W targets, or with --window 0 two: one pair. A shorter response is one
+    # window; the authors leave it out
+    starts = np.unique(steps[:max(1, len(steps) - (window or 2) + 1)])
+    if cut == "non-ltr":                                   # at a token that was decoded before one to its left, if any
+        jumps = np.intersect1d(starts, traj.step[traj.jumps])
+        starts = jumps if len(jumps) else starts
+    start = rng.choice(starts)
     targets = order[steps >= start]
     if window:
         targets = targets[:window]                         # the next W tokens, the paper's Delta
@@ -183,15 +183,15 @@ def collate(views, mask_id, device):
 
 
 def epoch_batches(lengths, batch_size, seed, epoch):
-    """The epoch's global batches. They depend on (seed, epoch) only, so any number of ranks sees the same ones."""
+    """The epoch's global batches of sample numbers. They do not depend on the number of ranks."""
     rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(lengths))
+    shuffled = rng.permutation(len(lengths))
     # similar lengths go together, so that little is padding: sort inside pools of 50 batches, then shuffle the batches
     size = 50 * batch_size
-    for i in range(0, len(order), size):
-        pool = order[i:i + size]
-        order[i:i + size] = pool[np.argsort(lengths[pool], kind="stable")]
-    batches = [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
+    for i in range(0, len(shuffled), size):
+        pool = shuffled[i:i + size]
+        shuffled[i:i + size] = pool[np.argsort(lengths[pool], kind="stable")]
+    batches = [shuffled[i:i + batch_size] for i in range(0, len(shuffled), batch_size)]
     return [batches[i] for i in rng.permutation(len(batches))]
 
 # -----------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def main():
     if resume_path.exists() and not args.resume:
         stop(f"--out {out}: holds a run already; continue it with --resume, or give another --out")
 
-    # model: frozen base and a LoRA in fp32; params maps peft's names to the trainable tensors
+    # model: the frozen base, and a LoRA that is kept in fp32; params maps peft's names to the trainable tensors
     model = load_model(config, device, dtype)
     model.grad_checkpoint = args.grad_checkpoint
     params = lora.add(model, args.lora_targets, args.lora_r, args.lora_alpha, args.seed)
@@ -346,7 +346,10 @@ def main():
     if rank == 0:
         start_log(log_path, {"args": vars(args), "settings": settings, "steps": total_steps, **about_run()}, start_step)
         trainable = sum(p.numel() for p in params.values())
-        print(f"{config.name}: {trainable:,} trainable parameters, {total_steps} steps of {global_batch} samples")
+        print(f"{config.name}: {trainable:,} trainable parameters, steps {start_step + 1} to {total_steps} of "
+              f"{global_batch} samples")
+        if args.warmup >= total_steps:
+            print(f"warning: --warmup {args.warmup}: the run ends in it, and never reaches --lr", flush=True)
         if args.wandb:
             import wandb
             wandb.init(project=args.wandb, name=out.name, config=settings)

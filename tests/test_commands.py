@@ -170,7 +170,7 @@ def test_run_leaves_adapters_log_and_resume_file(train, folders, capsys):
     assert all(torch.equal(tensors[k.replace("last/", "epoch-2/")], x) for k, x in tensors.items() if "last/" in k)
     assert head["settings"]["model"] == folders["llada"] and head["settings"]["records"] == 21 and head["steps"] == 12
     assert head["args"]["gamma"] == 0.2 and {"commit", "torch", "python", "device"} <= head.keys()
-    assert "1,024 trainable parameters, 12 steps of 4 samples" in shown and f"saved: {out}/last\n" in shown
+    assert "1,024 trainable parameters, steps 1 to 12 of 4 samples" in shown and f"saved: {out}/last\n" in shown
     assert [x.split()[1] for x in shown.splitlines() if x.startswith("step ")] == ["3/12", "6/12", "9/12", "12/12"]
     for epoch in (1, 2):
         seen = [sample for row in rows if row["epoch"] == epoch for sample in row["samples"]]

@@ -119,6 +119,10 @@ def test_results_are_found_again_unless_settings_or_weights_are_others(cli, meas
     assert files["base"].read_bytes() == before
     old, new = first["mine"]["accuracy"], again["mine"]["accuracy"]
     assert old == first["base"]["accuracy"] and new.keys() == old.keys()
+    # other prompts or answers in the same file
+    write_lines(tmp_path / "prompts.jsonl", read_lines(tmp_path / "prompts.jsonl")[1:])
+    with refused(f"{files['base']}: was measured with data_checksum", "another --out"):
+        measure(flags)
 
 
 TASK = """task: {name}
