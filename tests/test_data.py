@@ -8,7 +8,7 @@ import pytest
 import data
 import model as models
 import tabom
-from tests.tiny import HERE, both, good_record, ids_of, read_trajs, tokenizer, write_lines
+from tests.tiny import HERE, both, good_record, ids_of, read_trajs, run_main, tokenizer, write_lines
 
 TURNS = [dict(role="system", content="s"), dict(role="user", content="u"), dict(role="assistant", content="a"),
          dict(role="user", content="v")]
@@ -94,6 +94,10 @@ def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path,
     write_lines(tmp_path / "t.jsonl", [*rows, good_record(id=5, correct=True, answer="7")])      # a verdict stands
     assert [(traj.id, traj.correct) for traj in read_trajs(folder, path)] == [(5, True)]
     assert f"{path}: 1 records, left out: {left_out}\n" in capsys.readouterr().out
+    # one prompt under two decoders
+    write_lines(tmp_path / "t.jsonl", [good_record(method=method) for method in ("entropy", "default", "credit", None)])
+    assert len(read_trajs(folder, path, "--decoded-by entropy default")) == 2
+    assert "left out: 2 not --decoded-by these" in capsys.readouterr().out
 
 
 def test_records_of_others_are_read_kindly(folders, tmp_path):
@@ -139,14 +143,6 @@ def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, reme
     path = write_lines(tmp_path / "t.jsonl", [good_record(), good_record(id=1) | fields])
     with refused(f"{path}:2: ", value, remedy):
         read_trajs(folders["llada"], path, "--length 4")
-
-
-def test_decoded_by_keeps_records_by_their_method(folders, tmp_path, capsys):
-    path = write_lines(tmp_path / "t.jsonl", [good_record(id=n, method=m) for n, m in
-                                              ((0, "entropy"), (0, "default"), (1, "credit"), (2, None))])
-    trajs = read_trajs(folders["llada"], path, "--decoded-by entropy default")
-    assert [traj.id for traj in trajs] == [0, 0]         # one prompt under two decoders
-    assert "left out: 2 not --decoded-by these" in capsys.readouterr().out
 
 
 def states_row(folder, text="a=7", **fields) -> dict:
@@ -211,12 +207,12 @@ def test_inconsistent_states_are_refused_with_their_row(place, token, words, fol
     (json.dumps(good_record()).encode() + b'\n{"id": 3, "prompt_tok\n', [":2: is not JSON", "delete the line"]),
     (b"\x1f\x8b\x08\x00\xff\xfe{", [":1: is not text", ".jsonl or .parquet"]),
     (None, [": no such file", "gsm8k"])], ids=["torn", "binary", "missing"])
-def test_data_that_cannot_be_read_is_one_line(content, words, command, folders, tmp_path, refused):
+def test_data_that_cannot_be_read_is_one_line(content, words, folders, tmp_path, refused):
     path = tmp_path / "t.jsonl"
     if content:
         path.write_bytes(content)
     with refused(f"{path}{words[0]}", *words[1:]):
-        command(tabom, f"--data {path} --model {folders['llada']} --out {tmp_path / 'run'}")
+        run_main(tabom, f"--data {path} --model {folders['llada']} --out {tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize("text, answer, verdict", [

@@ -1,6 +1,7 @@
 """eval.py: what it writes, what it measures again and what it does not, and the real lm-evaluation-harness on tasks."""
 import itertools
 import json
+import os
 import subprocess
 import zlib
 from types import SimpleNamespace
@@ -12,14 +13,14 @@ import decode
 import eval as evaluate
 import lora
 import model as models
-from tests.tiny import CHILD, HERE, TORCHRUN, adapted, edit_json, read_lines, write_lines
+from tests.tiny import CHILD, HERE, TORCHRUN, adapted, edit_json, read_lines, run_main, write_lines
 
 
 @pytest.fixture
-def measure(command, folders, tmp_path):
+def measure(folders, tmp_path):
     """measure("--parallel 1 2"): eval.py's main in this process on prompts.jsonl; returns {file's stem: result}."""
     def call(flags):
-        command(evaluate, f"--model {folders['llada']} --prompts {tmp_path}/prompts.jsonl --length 8 --keep "
+        run_main(evaluate, f"--model {folders['llada']} --prompts {tmp_path}/prompts.jsonl --length 8 --keep "
                           f"--out {tmp_path}/r {flags}")
         return {file.stem: json.loads(file.read_text()) for file in (tmp_path / "r").glob("*.json")}
     return call
@@ -125,38 +126,18 @@ def test_results_are_found_again_unless_settings_or_weights_are_others(cli, meas
         measure(flags)
 
 
-TASK = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-{more}
-generation_kwargs: {{until: {until}, max_gen_toks: 8, do_sample: false}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-num_fewshot: 0
-metadata: {{version: 1}}
-"""
-
-
-def test_harness_runs_our_decoder_on_local_tasks(cli, folders, tmp_path):
+def test_harness_runs_our_decoder_on_local_tasks(cli, harness, folders, tmp_path):
     """The real lm_eval, offline, on two ranks: stop strings, chat template, base and adapter, one score per answer."""
-    folder, tasks = folders["llada"], tmp_path / "tasks"
+    folder = folders["llada"]
     text = {r["prompt"]: r["response"] for r in cli("t.jsonl", "--length 8").values()}
     cut = next(t for t in text.values() if len(t) > 2)[1]                # a character that occurs: it must cut there
-    tasks.mkdir()
-    rows = [{"question": prompt, "answer": answer.partition(cut)[0]} for prompt, answer in text.items()]
-    file = write_lines(tasks / "d.jsonl", rows)
-    (tasks / "utils.py").write_text("import os\ndef count(doc, results):\n    open(os.environ['COUNT'], 'a')"
-                                    ".write('x')\n    return dict(exact_match=1)\n")
-    for name, more in {"gsm8k_like": "", "counted": "process_results: !function utils.count"}.items():
-        (tasks / f"{name}.yaml").write_text(TASK.format(name=name, file=file, until=json.dumps([cut]), more=more))
+    rows = [{"prompt": prompt, "response": answer.partition(cut)[0]} for prompt, answer in text.items()]
+    code = f"def counted(doc, results):\n    open('{tmp_path}/count', 'a').write('x')\n    return dict(exact_match=1)\n"
+    tasks = harness(dict.fromkeys(["gsm8k_like", "counted"], "exact_match,none"), rows, code, [cut])
     lora.save(adapted(folder, scale=2.0), tmp_path / "a" / "epoch-1")
-    env = CHILD | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "COUNT": f"{tmp_path}/count"}
     argv = (f"eval.py --model {folder} --adapter {tmp_path}/a/epoch-1 --tasks gsm8k_like,counted --task-path {tasks} "
             f"--length 8 --keep --out {tmp_path}/r")
-    done = subprocess.run([*TORCHRUN, *argv.split()], cwd=HERE, env=env, capture_output=True, text=True)
+    done = subprocess.run([*TORCHRUN, *argv.split()], cwd=HERE, env=CHILD | os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "r" / "base.json").read_text())
     assert result["tasks"]["gsm8k_like"]["exact_match,none"] == 1.0              # what decode.py wrote, cut

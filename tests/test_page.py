@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from xml.etree import ElementTree
 
@@ -20,7 +19,7 @@ import lora
 import page
 import tabom
 from model import load_model, load_tokenizer, read_config
-from tests.tiny import HERE, adapted, edit_json, read_lines, trajectory, write_lines
+from tests.tiny import HERE, adapted, edit_json, read_lines, run_main, trajectory, write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -110,7 +109,7 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     prompts = [{"prompt": record["prompt"]} for record in data_of(COMMITTED)["records"][:2]]
     write_lines(folder / "p.jsonl", prompts)
-    make(decode, f"--model {TOY} --prompts {folder}/p.jsonl --tokens-per-step 2 --out {folder}/heldout.jsonl")
+    run_main(decode, f"--model {TOY} --prompts {folder}/p.jsonl --tokens-per-step 2 --out {folder}/heldout.jsonl")
     adapters = []
     for seed, name in enumerate("ab"):
         lora.save(adapted(str(TOY), seed=seed), folder / name)
@@ -119,18 +118,9 @@ def toy(tmp_path_factory):
     return folder, page_of(folder, *flags)
 
 
-def make(module, flags):
-    """A script's main in this process."""
-    argv, sys.argv = sys.argv, [module.__file__, *(flags.split() if isinstance(flags, str) else flags)]
-    try:
-        module.main()
-    finally:
-        sys.argv = argv
-
-
 def page_of(tmp_path, *flags):
     out = tmp_path / "page.html"
-    make(page, [*flags, "--out", str(out)])
+    run_main(page, [*flags, "--out", str(out)])
     return out
 
 
@@ -189,7 +179,7 @@ def test_an_adapter_decodes_as_decode_does(toy, tmp_path):
     """The second decoding is that of decode.py --adapter with the records' settings, and measured in its own states."""
     folder, path = toy
     shown = data_of(path)
-    make(decode, f"--model {TOY} --adapter {folder}/b --prompts {folder}/p.jsonl --tokens-per-step 2 "
+    run_main(decode, f"--model {TOY} --adapter {folder}/b --prompts {folder}/p.jsonl --tokens-per-step 2 "
                  f"--out {tmp_path}/b.jsonl")
     by_prompt = {row["prompt"]: row for row in read_lines(tmp_path / "b.jsonl")}
     for record in shown["records"]:
@@ -335,26 +325,11 @@ def test_committed_page_is_small_and_of_this_template():
     assert [decoding["by"] for decoding in shown["records"][0]["decodings"]] == ["base", "CE only", "TABOM"]
 
 
-def test_schematic_is_small_and_its_numbers_add_up():
+def test_schematic_is_small_and_nothing_but_a_drawing():
     path = HERE / "study" / "schematic.svg"
     assert path.stat().st_size <= 40_000
-    tree = ElementTree.fromstring(path.read_text())
-    assert not [e for e in tree.iter() if e.tag.endswith(("script", "image", "foreignObject", "a"))]
-    texts = [e.text for e in tree.iter() if e.tag.endswith("text") and e.text]
-
-    def numbers(pattern):
-        found = [re.fullmatch(pattern, text) for text in texts]
-        return [[float(x) for x in match.groups()] for match in found if match]
-    # to the two decimals that are printed
-    ce, h = numbers(r"−log p = (\S+)"), [x for x, in numbers(r"(\d+\.\d\d)")]
-    (mean_ce,), = numbers(r"mean over 4 targets: (\S+)")
-    (rank_loss,), = numbers(r"mean over 6 pairs: (\S+)")
-    assert np.mean(ce) == pytest.approx(mean_ce, abs=0.011)
-    costs = [max(0, h[r] - h[s] + 0.2) for s in range(4) for r in range(s)]
-    assert np.mean(costs) == pytest.approx(rank_loss, abs=0.021)
-    shown = [cost for _, _, cost in numbers(r"(\S+) − (\S+) \+ γ = (\S+)")]
-    assert sorted(shown) == pytest.approx(sorted(costs)[-len(shown):], abs=0.021)
-    assert numbers(r"= (\S+) \+ λ · (\S+), γ = 0.2") == [[mean_ce, rank_loss]]
+    tags = {e.tag.rpartition("}")[2] for e in ElementTree.parse(path).iter()}
+    assert not tags & {"script", "image", "foreignObject", "a"}
 
 
 def test_wrong_flags_and_files_end_in_one_line(toy, folders, tmp_path, refused):
@@ -366,11 +341,9 @@ def test_wrong_flags_and_files_end_in_one_line(toy, folders, tmp_path, refused):
         "give one of them": [*own, "--no-model", "--adapter", f"{folder}/a"],
         "holds no adapter_config.json": [*own, "--model", str(TOY), "--adapter", f"{folder}/nowhere"],
         "pass the --model that decoded it": [*own, "--model", folders["llada"]],
-        "no such file": ["--data", f"{folder}/nowhere.jsonl", "--model", str(TOY)],
         "names no model": ["--data", write_lines(tmp_path / "x.jsonl", [{"id": 1}]), "--no-model"],
+        "no record to train on": ["--data", write_lines(tmp_path / "e.jsonl", []), "--model", str(TOY)],
     }.items():
         with refused(words):
             page_of(tmp_path, *given)
-    with refused("no record to train on"):
-        page_of(tmp_path, "--model", str(TOY), "--data", write_lines(tmp_path / "e.jsonl", []))
     assert not (tmp_path / "page.html").exists()

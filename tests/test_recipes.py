@@ -14,18 +14,7 @@ import lora
 import report
 import tabom
 from data import prompt_ids, read_item
-from tests.tiny import (
-    CHILD,
-    HERE,
-    adapted,
-    good_record,
-    read_lines,
-    read_trajs,
-    run_ranks,
-    tokenizer,
-    write_lines,
-)
-from util import init_process_group
+from tests.tiny import CHILD, HERE, adapted, good_record, read_lines, run_main, tokenizer, write_lines
 
 RECIPES = ["dream-math", "dream-code", "llada-math", "llada-code"]
 WORDS = ["", "parallel", "components", "grid", "windows", "tds", "ce", "best"]
@@ -104,45 +93,25 @@ def test_tabom_has_the_releases_flags_and_the_others_the_papers():
 METRICS = {"gsm8k_cot": "exact_match,flexible-extract", "minerva_math500": "math_verify,none",
            "humaneval_instruct": "pass@1,create_test", "mbpp_instruct": "pass_at_1,extract_code",
            "ifeval": "prompt_level_loose_acc,none"}
-TASK = """task: {task}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{response}}}}"
-process_results: !function utils.{task}
-filter_list: [{{name: {filter}, filter: [{{function: take_first}}]}}]
-generation_kwargs: {{until: [], max_gen_toks: 8, do_sample: false}}
-metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
-"""
 
 
 @pytest.fixture
-def tiny_recipe(folders, tmp_path, monkeypatch):
+def tiny_recipe(harness, tmp_path, monkeypatch):
     """call("dream-math tds"): the commands that run.sh prints, in this process; variables as a user would set them."""
     rows = [dict(id=n, prompt=f"{n}+{n}=", response=f"{2 * n}") for n in range(4)]       # no answer: nothing is wrong
-    prompts, tasks = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "tasks"
-    tasks.mkdir()
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)        # 1.5 s each: it asks pip and git
     code = ""
-    for task, key in METRICS.items():
-        metric, name = key.split(",")
-        (tasks / f"{task}.yaml").write_text(TASK.format(task=task, file=prompts, metric=metric, filter=name))
-        # half of the answers are right, whatever they are
-        code += f"def {task}(doc, results):\n    return {{'{metric}': doc['id'] % 2}}\n\n"
-    (tasks / "utils.py").write_text(code)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    variables = dict(OUT=str(tmp_path / "out"), PROMPTS=prompts, TASKS=str(tasks), LIMIT="4",
+    for task, key in METRICS.items():                    # half of the answers are right, whatever they are
+        code += f"def {task}(doc, results):\n    return {{'{key.split(',')[0]}': doc['id'] % 2}}\n\n"
+    tasks = harness(METRICS, rows, code)
+    variables = dict(OUT=str(tmp_path / "out"), PROMPTS=f"{tasks}/d.jsonl", TASKS=tasks, LIMIT="4",
                      DECODE="--length 16 --block 8", MEASURE="--length 8 --block 8",
                      TRAIN="--all --epochs 2 --warmup 1 --lr 1e-2 --lora-r 2")
 
     def call(words, only="", **more):
         for script, flags, line in commands(words, **variables | more):
             if only in line:
-                monkeypatch.setattr(sys, "argv", [script, *flags])
-                report.paper(Path(flags[1])) if script == "study/report.py" else SCRIPTS[script].main()
+                report.paper(Path(flags[1])) if script == "study/report.py" else run_main(SCRIPTS[script], flags)
     call.variables = variables
     return call
 
@@ -221,18 +190,18 @@ def test_a_mistake_is_one_line_before_anything_is_run(words, variables, want):
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and want in done.stderr
 
 
-def test_tasks_that_a_folder_lacks_and_adapters_that_are_none_are_refused(tiny_recipe, folders, tmp_path, command,
+def test_tasks_that_a_folder_lacks_and_adapters_that_are_none_are_refused(tiny_recipe, folders, tmp_path,
                                                                          refused):
     flags = f"--model {folders['llada']} --out {tmp_path}/r"
     with refused("--tasks gsm8k: is no task of the harness", f"{tmp_path}/tasks holds", "ifeval"):
-        command(evaluate, f"{flags} --tasks gsm8k --task-path {tmp_path}/tasks")
+        run_main(evaluate, f"{flags} --tasks gsm8k --task-path {tmp_path}/tasks")
     with refused(f"--adapter x={tmp_path}", "holds no adapter_config.json", "tabom.py or peft"):
-        command(evaluate, f"{flags} --tasks ifeval --adapter x={tmp_path}")
+        run_main(evaluate, f"{flags} --tasks ifeval --adapter x={tmp_path}")
     # a clone without git-lfs
     lora.save(adapted(folders["llada"]), tmp_path / "a")
     (tmp_path / "a" / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with refused(f"{tmp_path}/a/adapter_model.safetensors: cannot be read", "git-lfs"):
-        command(evaluate, f"{flags} --tasks ifeval --adapter {tmp_path}/a")
+        run_main(evaluate, f"{flags} --tasks ifeval --adapter {tmp_path}/a")
     with refused("is no recipe's folder; give OUT/NAME, NAME one of dream-code, dream-math"):
         report.paper(tmp_path)
 
@@ -253,21 +222,6 @@ def test_the_papers_numbers_are_whole_and_ours_have_their_binomial_error(tmp_pat
     assert report.find_score(folder.parent, "mbpp_instruct", "tabom") is None
 
 
-def test_ranks_share_the_work_of_tds(folders, nets, cli, tmp_path):
-    cli("t.jsonl", "--length 10")
-    trajs, eos = read_trajs(folders["llada"], tmp_path / "t.jsonl", "--all"), tokenizer(folders["llada"]).end_ids[0]
-
-    def values():
-        found = evaluate.tds(nets["llada"], trajs, nets["llada"].config, eos, batch_size=3)
-        return [found["mean"], *(x for x in found["curve"] if x is not None)]
-    alone = values()
-
-    def job():
-        init_process_group("cpu", 1)
-        assert values() == pytest.approx(alone, rel=1e-4)
-    run_ranks(2, job)
-
-
 def test_ce_compares_the_first_prompts_with_their_own_answers_in_any_order(folders, tmp_path):
     folder = folders["llada"]
     gt = write_lines(tmp_path / "gt.jsonl", [dict(prompt=f"{n}+1", response="b") for n in range(5)])
@@ -283,14 +237,14 @@ def test_ce_compares_the_first_prompts_with_their_own_answers_in_any_order(folde
         assert prompts[0] == prompts[1] and len(prompts[0]) == count
 
 
-def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tmp_path, command):
+def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tmp_path):
     """Every stage of ./run.sh small by its own commands, on a random model."""
     family, rows = "a2d-qwen3", [dict(id=n, prompt=f"{n}+1", answer=str(n + 1)) for n in range(6)]
     prompts, d = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "out" / "small"
     for script, flags, _ in commands("small", OUT=str(tmp_path / "out"), MODEL=folders[family], PROMPTS=prompts,
                                      TEST_PROMPTS=prompts, LIMIT="6", TEST_LIMIT="3", DECODE="--length 16 --block 8",
                                      TRAIN="--all --epochs 3 --window 4 --lr 0.01"):
-        command(SCRIPTS[script], shlex.join(flags))
+        run_main(SCRIPTS[script], flags)
     assert {r["decode"]["block"] for r in read_lines(d / "traj.jsonl")} == {8}
     for name in ("base", "sft", "tabom"):
         result = json.loads((d / "results" / f"{name}.json").read_text())
@@ -299,8 +253,8 @@ def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tm
     adapter, merged = d / "tabom" / "last", tmp_path / "merged"
     lora.merge_checkpoint(folders[family], str(adapter), str(merged))
     decode_flags = f"--prompts {prompts} --length 16 --block 8"
-    command(decode, f"--model {folders[family]} --adapter {adapter} {decode_flags} --out {tmp_path}/a.jsonl")
-    command(decode, f"--model {merged} {decode_flags} --out {tmp_path}/m.jsonl")
+    run_main(decode, f"--model {folders[family]} --adapter {adapter} {decode_flags} --out {tmp_path}/a.jsonl")
+    run_main(decode, f"--model {merged} {decode_flags} --out {tmp_path}/m.jsonl")
     a, m, base = (sorted((r["id"], r["response_token_ids"]) for r in read_lines(file))
                   for file in (tmp_path / "a.jsonl", tmp_path / "m.jsonl", d / "traj.jsonl"))
     assert a == m != base

@@ -69,32 +69,17 @@ def test_every_run_of_the_study_has_flags_that_exist():
 
 def test_what_is_in_the_results_is_not_run_again(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(study, "RESULTS", tmp_path / "results")
-
-    def run(out, script, *flags):
-        words = " ".join(map(str, flags)).split()
-        calls.append((script, words))
-        if script == "eval.py":                          # leaves what eval.py would
-            folder = tmp_path.joinpath(words[words.index("--out") + 1])
-            folder.mkdir(parents=True, exist_ok=True)
-            names = ["base"] * ("--no-base" not in words)
-            if "--adapter" in words:
-                names += [word.partition("=")[0] for word in words[words.index("--adapter") + 1:]]
-            for name in names:
-                result = {"accuracy": {"test-long/2": {"share": 1 / 3}}, "tds": {}}
-                (folder / f"{name}.json").write_text(json.dumps(result))
-        else:
-            tmp_path.joinpath(words[words.index("--out") + 1]).mkdir(parents=True)
-    monkeypatch.setattr(study, "run", run)
-    study.job(tmp_path, 1, ["sampled-ce@1e-3", "again-ce@1e-3"], ["long"], True)
-    assert [script for script, _ in calls] == ["tabom.py", "eval.py", "tabom.py", "eval.py"]
-    assert "--no-base" not in calls[1][1] and "--no-base" in calls[3][1]     # the second round has another model
-    assert f"{tmp_path}/base1/round1-ce" in calls[2][1]
-    study.collect(tmp_path, 1)
-    assert set(report.results(1)["long"]) == {"base", "sampled-ce@1e-3", "again-ce@1e-3"}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(study, "train", lambda out, seed, name: calls.append(name) or out)
+    monkeypatch.setattr(study, "run", lambda out, script, *flags: calls.append(" ".join(map(str, flags))))
+    names = ["sampled-ce@1e-3", "again-ce@1e-3"]
+    study.job(tmp_path, 1, names, ["long"], True)
+    first, measured, second, again = calls
+    assert [first, second] == names and "/base1/model " in measured and "--no-base" not in measured
+    assert "/base1/round1-ce " in again and "--no-base" in again             # the second round has another model
+    write_results(tmp_path, 1, long=dict.fromkeys(["base", *names], {}))
     calls.clear()
-    study.job(tmp_path, 1, ["sampled-ce@1e-3", "again-ce@1e-3"], ["long"], True)
+    study.job(tmp_path, 1, names, ["long"], True)
     assert calls == []
     study.job(tmp_path, 1, ["sampled-ce@1e-3", "sampled-tabom@1e-3"], ["long"], False)
-    assert [script for script, _ in calls] == ["tabom.py", "eval.py"] and "sampled-ce" not in " ".join(calls[1][1])
+    assert calls[0] == "sampled-tabom@1e-3" and len(calls) == 2 and "sampled-ce" not in calls[1]

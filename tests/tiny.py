@@ -287,13 +287,13 @@ def tokenizer(folder: str):
     return models.load_tokenizer(models.read_config(folder))
 
 
-@pytest.fixture
-def command(monkeypatch):
-    """command(decode, "--length 8 ..."): a script's main in this process."""
-    def call(module, flags):
-        monkeypatch.setattr(sys, "argv", [module.__file__, *flags.split()])
+def run_main(module, flags):
+    """A script's main in this process; flags: as they are typed, or a list."""
+    argv, sys.argv = sys.argv, [module.__file__, *(flags.split() if isinstance(flags, str) else flags)]
+    try:
         module.main()
-    return call
+    finally:
+        sys.argv = argv
 
 
 CHILD = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}       # the environment of a child process
@@ -402,13 +402,48 @@ TASKS = [dict(id=f"t{n}", prompt=p, answer=a) for n, (p, a) in enumerate(
 
 
 @pytest.fixture
-def cli(command, folders, tmp_path):
+def cli(folders, tmp_path):
     """cli("t.jsonl", "--length 8"): decode.py's main in this process on prompts.jsonl; returns {id: record}."""
     prompts = write_lines(tmp_path / "prompts.jsonl", TASKS)
 
     def call(out, flags="", family="llada"):
-        command(decode, f"--model {folders[family]} --prompts {prompts} --out {tmp_path / out} {flags}")
+        run_main(decode, f"--model {folders[family]} --prompts {prompts} --out {tmp_path / out} {flags}")
         return {row["id"]: row for row in read_lines(tmp_path / out)}
+    return call
+
+# -----------------------------------------------------------------------------
+# tasks of lm-evaluation-harness
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{response}}}}"
+generation_kwargs: {{until: {until}, max_gen_toks: 8, do_sample: false}}
+filter_list: [{{name: {filter}, filter: [{{function: take_first}}]}}]
+metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """harness({task: "metric,filter"}, rows, code): a folder of tasks; a function of the code scores its namesake."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(metrics, rows, code, until=()):
+        (tmp_path / "tasks").mkdir()
+        file = write_lines(tmp_path / "tasks" / "d.jsonl", rows)
+        for name, key in metrics.items():
+            metric, key = key.split(",")
+            text = TASK.format(name=name, file=file, until=json.dumps(until), metric=metric, filter=key)
+            if f"def {name}(" in code:
+                text += f"process_results: !function utils.{name}\n"
+            (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
+        (tmp_path / "tasks" / "utils.py").write_text(code)
+        return str(tmp_path / "tasks")
     return call
 
 # -----------------------------------------------------------------------------
@@ -503,10 +538,10 @@ def corpus(folder, count=21) -> list[dict]:
 
 
 @pytest.fixture
-def train(command, folders, tmp_path):
+def train(folders, tmp_path):
     """train("run", "--lam 0"): tabom.py's main in this process on a small corpus; returns the --out folder."""
     def call(out="run", flags="", source=None):
-        command(tabom, f"--data {source or call.data} --out {tmp_path / out} {QUICK} {flags}")
+        run_main(tabom, f"--data {source or call.data} --out {tmp_path / out} {QUICK} {flags}")
         return tmp_path / out
     call.data = write_lines(tmp_path / "corpus.jsonl", corpus(folders["llada"]))
     return call
