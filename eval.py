@@ -518,7 +518,8 @@ def main():
     if world_size > 1:                                   # all have looked before rank 0 writes
         weights = {name: checksum(folder) for name, folder in adapters.items()}
         found = [name for name, result in results.items() if result]
-        all_ranks_agree("cpu", checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(found),
+        all_ranks_agree("cpu", data_checksum=settings["data_checksum"],
+                        checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(found),
                         checksum_of_adapters=crc32(repr((weights, found)).encode()))
     if all(results.values()):
         return

@@ -185,20 +185,22 @@ def test_ranks_do_not_resume_different_runs(train, tmp_path, refused_by_all):
     refused_by_all(job, "checksum of resume file")
 
 
-def test_ranks_that_would_measure_different_things_measure_nothing(cli, folders, tmp_path, refused_by_all):
+def test_ranks_that_would_measure_different_things_measure_nothing(cli, folders, tmp_path, refused_by_all, monkeypatch):
     cli("t.jsonl", "--length 8 --limit 1")
     for disk in range(2):
         lora.save(adapted(folders["llada"], seed=disk), tmp_path / f"disk{disk}" / "a")
         shutil.copy(tmp_path / "prompts.jsonl", tmp_path / f"disk{disk}")
-    (tmp_path / "disk1" / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     measure = f"--model {folders['llada']} --prompts prompts.jsonl --length 8"
 
     def job(rank, flags):
         os.chdir(tmp_path / f"disk{rank}")
         run_main(evaluate, f"{measure} {flags}")
     refused_by_all(lambda rank: job(rank, "--out r --adapter a"), "checksum of adapters")
-    refused_by_all(lambda rank: job(rank, "--out r"), "checksum of prompts")
     refused_by_all(lambda rank: job(rank, f"--out r --window {2 + int(rank)}"), "checksum of flags")
+    (tmp_path / "disk1" / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    refused_by_all(lambda rank: job(rank, "--out r"), "data checksum")
+    monkeypatch.setattr(evaluate, "data_checksum", lambda args: 0)           # prompts that are no files
+    refused_by_all(lambda rank: job(rank, "--out r"), "checksum of prompts")
     os.chdir(tmp_path / "disk0")
     run_main(evaluate, f"{measure} --out r")             # only this node has measured before
     refused_by_all(lambda rank: job(rank, "--out r"), "results in out 0 on one rank, 1 on another")
