@@ -61,7 +61,7 @@ One base and one training seed: less than 4 points may be chance. The study of f
 
 RESULTS = Path("study/results")
 BASES, CHOSEN_ON = [1, 2, 3, 4], [2]
-RATES = ["3e-4", "1e-3"]
+RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
 GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual forms", "control": "more pretraining",
         "sampled-sft": "SFT-SD, sampled", "sampled-dinfer": "dInfer, sampled", "sampled-t3d": "T3D, sampled",
         "sampled-ce": "CE only, sampled", "sampled-tabom": "TABOM, sampled",

@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -30,6 +31,9 @@ DATA = {
     "greedy": "--model {base}/model",
     "sampled": "--model {base}/model " + SAMPLED,
     "warm": "--model {base}/model --temperature 0.5 --score entropy",
+    # sampled by halves, see half_sampled
+    "fixed-forms": "--model {base}/model " + SAMPLED,
+    "fixed-digits": "--model {base}/model " + SAMPLED,
     # the second round: own answers of the model of the first
     "again-ce": "--model {base}/round1-ce --limit 1000 " + SAMPLED,
     "again-tabom": "--model {base}/round1-tabom --limit 1000 " + SAMPLED,
@@ -39,7 +43,7 @@ DATA = {
 METHODS = {"sft": "--method sft", "dinfer": "--method dinfer", "t3d": "--method t3d", "ce": "--lam 0", "tabom": ""}
 RUNS = {"gt": ("gt", "--method sft"), "gt-mix": ("gt-mix", "--method sft"), "control": ("pretrain", "--method sft"),
         "again-ce": ("again-ce", "--lam 0"), "again-tabom": ("again-tabom", "")}
-for source in ("sampled", "greedy", "warm"):
+for source in ("sampled", "greedy", "warm", "fixed-forms", "fixed-digits"):
     for method, flags in METHODS.items():
         RUNS[f"{source}-{method}"] = source, flags
 for source in ("sampled", "greedy"):
@@ -47,6 +51,7 @@ for source in ("sampled", "greedy"):
         for order in ("ltr", "random", "reversed"):
             RUNS[f"{source}-{method}-{order}"] = source, f"{METHODS[method]} --order {order}"
         RUNS[f"{source}-{method}-600"] = source, f"{METHODS[method]} --max-steps 600"
+    RUNS[f"{source}-exact"] = source, "--rank-context exact"
     for flag, values in {"lam": ("0.25", "2"), "window": ("0", "2", "8"), "gamma": ("0.1", "0.3")}.items():
         for value in values:
             RUNS[f"{source}-{flag}-{value}"] = source, f"--{flag} {value}"
@@ -54,10 +59,10 @@ for source in ("sampled", "greedy"):
 # what is measured: flags of eval.py. A folder of results holds what was measured with the same flags
 MEASURES = {
     "val": "--prompts {base}/val-long.jsonl --limit 200 --parallel 2",
-    "long-1": "--prompts {base}/test-long.jsonl --limit 150 --parallel 1 --tds 32",
-    "long": "--prompts {base}/test-long.jsonl --limit 300 --parallel 2 4",
-    "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 200 --parallel 2",
-    "swap": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 4 --swap",
+    "long-1": "--prompts {base}/test-long.jsonl --limit 500 --parallel 1 --tds 32",
+    "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
+    "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 500 --parallel 2",
+    "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4 --swap",
     "pass": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 --pass-at 1 2 4 8 16 " + SAMPLED,
     "ce": "--limit 500 --ce {base}/gt-mix.jsonl {base}/greedy.jsonl",
 }
@@ -85,19 +90,23 @@ def parts(best: dict) -> dict:
     lams = at("1e-3", "greedy-lam-0.25 greedy-lam-2 sampled-lam-0.25 sampled-lam-2")
     again, longer = at("1e-3", "again-ce again-tabom"), at("1e-3", "sampled-ce-600 sampled-tabom-600")
     windows = at("1e-3", "greedy-window-0 greedy-window-2 greedy-window-8 greedy-gamma-0.1 greedy-gamma-0.3")
+    exact = at("1e-3", "greedy-exact sampled-exact")
+    halves = at("1e-3", "fixed-forms-ce fixed-forms-tabom fixed-digits-ce fixed-digits-tabom")
     return {"1a": [([], chosen(first), ALL)],
             "3a": [([], orders["greedy"], LONG)],
-            "1b": [([], chosen(others), ALL)],
-            "6a": [([], [], ["ce"])],
-            "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
-            "5a": [(["again-ce", "again-tabom"], again, LONG)],
-            "2b": [([], lams, LONG)],
             "3b": [([], orders["sampled"], LONG)],
-            "4": [([], chosen("sampled-sft sampled-ce sampled-tabom"), ["pass"])],
+            "1b": [([], chosen(others), ALL)],
+            "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
+            "2c": [([], exact, LONG)],
+            "2d": [(["fixed-forms", "fixed-digits"], halves, LONG)],
+            "5a": [(["again-ce", "again-tabom"], again, LONG)],
             "5b": [([], longer, LONG)],
-            "6b": [([], windows, LONG)],
+            "4": [([], chosen("sampled-sft sampled-ce sampled-tabom"), ["pass"])],
+            "6a": [([], [], ["ce"])],
+            "2b": [([], lams, LONG)],
             "7": [(["warm"], at("1e-3", "warm-sft warm-ce warm-tabom"), LONG),
-                  ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)]}
+                  ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)],
+            "6b": [([], windows, LONG)]}
 
 
 ENVIRONMENT = {
@@ -108,18 +117,51 @@ ENVIRONMENT = {
 # -----------------------------------------------------------------------------
 # jobs; each runs in one of two processes
 
-def run(out: Path, script: str, *flags):
-    """A script of the repository, in this process, because importing torch takes as long as a fifth of a training."""
+def run(out: Path, script: str, *flags, main=None):
+    """
+    A script of the repository, in this process, because importing torch takes as long as a fifth of a training. main:
+    of a module that was changed, instead of the script's own.
+    """
     log = out / f"log-{os.getpid()}.txt"
     words = [word for flag in flags for word in str(flag).split()]
     with open(log, "a") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
         print("+", script, *words, flush=True)
         sys.argv = [script, *words]
         try:
-            runpy.run_path(script, run_name="__main__")
+            main() if main else runpy.run_path(script, run_name="__main__")
         except SystemExit as e:                          # util.stop
             if e.code:
                 raise RuntimeError(f"{script} failed, the last lines of {log} say why") from None
+
+
+@contextlib.contextmanager
+def half_sampled(fixed: str):
+    """
+    Inside, decode.py draws only one half of the words. fixed "forms": the most probable word, but a digit is drawn
+    among the digits; "digits": a word is drawn, but a digit is the most probable one.
+    """
+    import torch
+
+    import decode
+    from toy import VOCAB
+    draw = decode.draw_tokens
+    is_digit = torch.tensor([word.isdigit() for word in VOCAB])
+
+    def draw_half(logp, s, rng):
+        digits = logp.masked_fill(~is_digit, -torch.inf)
+        greedy = Namespace(**vars(s) | {"greedy": True})
+        if fixed == "forms":
+            token, digit = draw(logp, greedy, rng)[0], draw(digits, s, rng)[0]
+        else:
+            token, digit = draw(logp, s, rng)[0], draw(digits, greedy, rng)[0]
+        token = torch.where(is_digit[token], digit, token)
+        return token, logp.gather(-1, token[:, None])[:, 0].exp()
+
+    decode.draw_tokens = draw_half
+    try:
+        yield decode.main
+    finally:
+        decode.draw_tokens = draw
 
 
 def prepare(out: Path, seed: int, data: str | None):
@@ -138,7 +180,9 @@ def prepare(out: Path, seed: int, data: str | None):
     if not (base / f"{data}.jsonl").exists():
         part = base / f"{data}-unfinished.jsonl"
         flags = DATA[data].format(base=base)
-        run(out, "decode.py", f"--prompts {base}/train.jsonl --batch-size 64 --out {part}", flags)
+        fixed = data.partition("fixed-")[2]
+        with half_sampled(fixed) if fixed else contextlib.nullcontext() as main:
+            run(out, "decode.py", f"--prompts {base}/train.jsonl --batch-size 64 --out {part}", flags, main=main)
         part.rename(base / f"{data}.jsonl")
 
 
