@@ -54,6 +54,17 @@ def killed_ranks(shown: str) -> list[str]:
     return re.findall(r"rank +: (\d+) \(local_rank: 0\)\n +exitcode +: -9 .*SIGKILL", shown)
 
 
+def assert_named(shown: list[str], lost: str, other: str):
+    """
+    torchrun on the lost rank's node names it. If that node held torchrun's store, then either the other rank finds out
+    too, or its torchrun does, and ends it without a line of its own.
+    """
+    killed, rest = sorted(shown, key=lambda text: not killed_ranks(text))
+    assert killed_ranks(killed) == [lost] and not lines_of(killed) and not killed_ranks(rest)
+    if "RendezvousConnectionError" not in rest:
+        assert [line.partition(":")[0] for line in lines_of(rest)] == [f"[rank {other}] lost rank {lost}"]
+
+
 @pytest.fixture
 def refused_by_all(capfd):
     """refused_by_all(job, words): on two ranks each ends with exit code 2 and one line that has the words."""
@@ -105,9 +116,7 @@ def test_training_on_two_nodes_survives_a_killed_rank_which_is_named(train, node
         train("two", f"{flags} --batch-size 2")
     shown, ok = nodes(job)
     assert ok == [False, False]
-    killed, other = sorted(shown, key=lambda text: "[rank 0]" in text)
-    assert killed_ranks(killed) == ["1"]
-    assert [line.partition(":")[0] for line in lines_of(other)] == ["[rank 0] lost rank 1"]
+    assert_named(shown, "1", "0")
     _, ok = nodes(lambda node: train("two", f"{flags} --batch-size 2 --resume"))
     assert ok == [True, True] and same_run(tmp_path / "two", tmp_path / "whole")
     assert_close_runs(tmp_path / "two", train("one", flags))
@@ -144,14 +153,9 @@ def test_a_rank_that_dies_while_others_measure_is_named(cli, nodes, folders, tmp
         if os.environ["RANK"] == "0":
             evaluate.decode_all = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         run_main(evaluate, measure)
-    (killed, other), ok = nodes(job)
+    shown, ok = nodes(job)
     assert ok == [False, False] and not list((tmp_path / "r").iterdir())
-    # its own node's torchrun names it. That node is gone then: either rank 1 finds out, or torchrun, which ends rank 1
-    if killed_ranks(other):
-        killed, other = other, killed
-    assert killed_ranks(killed) == ["0"] and not lines_of(killed)
-    if "RendezvousConnectionError" not in other:
-        assert [line.partition(":")[0] for line in lines_of(other)] == ["[rank 1] lost rank 0"]
+    assert_named(shown, "0", "1")
 
 # -----------------------------------------------------------------------------
 # ranks that see different files, or were started with different flags
