@@ -139,14 +139,33 @@ class WithoutAdapter(torch.nn.Module):
             return self.model(*batch)
 
 
+class Swapped(torch.nn.Module):
+    """
+    One network chooses the positions, another names their tokens: the logits of the first, in which its most probable
+    token and the other's have changed places. No score can tell, and greedy decoding takes the other's token.
+    """
+    def __init__(self, positions, tokens, mask_id):
+        super().__init__()
+        self.positions, self.tokens, self.mask_id = positions, tokens, mask_id
+
+    def forward(self, *batch):
+        logits, others = self.positions(*batch).float(), self.tokens(*batch)                 # (B, n, V)
+        never = torch.tensor([self.mask_id], device=logits.device)
+        top, own = logits.index_fill(-1, never, -torch.inf).max(-1, keepdim=True)            # (B, n, 1)
+        other = others.index_fill(-1, never, -torch.inf).argmax(-1, keepdim=True)
+        logits.scatter_(-1, own, logits.gather(-1, other))
+        # a bit more, because the largest logits are often equal in bf16; too little to matter for a score
+        return logits.scatter_(-1, other, top + 1e-5)
+
+
 def swap(model, tok, config, items, s, batch_size) -> dict:
     """
     Order or knowledge? One of base and adapter chooses the positions, the other their tokens. If an adapter's tokens
     are as good as the base's in the base's order, and not in its own, training has spoiled the order and nothing else.
     """
     base = WithoutAdapter(model)
-    ours = decode_all(base, tok, config, items, s, batch_size, "swap", token_model=model)
-    theirs = decode_all(model, tok, config, items, s, batch_size, "swap", token_model=base)
+    ours = decode_all(Swapped(base, model, s.mask_id), tok, config, items, s, batch_size, "swap")
+    theirs = decode_all(Swapped(model, base, s.mask_id), tok, config, items, s, batch_size, "swap")
     return {"adapter's tokens, base's order": accuracy(ours), "base's tokens, adapter's order": accuracy(theirs)}
 
 # -----------------------------------------------------------------------------
