@@ -94,8 +94,6 @@ def parse_args(argv=None):
     if args.pass_at and (args.greedy or not args.temperature or not args.prompts):
         stop("--pass-at: draws several answers to each of --prompts, which are all alike without a temperature; give "
              "--prompts and --temperature 1, and no --greedy")
-    if args.tasks and not importlib.util.find_spec("lm_eval"):
-        stop("--tasks: needs a package: pip install -r requirements-dev.txt")
     if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
         stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     if not (args.tasks or args.prompts or args.order or args.ce):
@@ -380,6 +378,8 @@ class Harness:
 
 def find_tasks(args):
     """The harness's index of tasks, which holds all of --tasks."""
+    if not importlib.util.find_spec("lm_eval"):
+        stop("--tasks: needs a package: pip install -r requirements-dev.txt")
     from lm_eval.tasks import TaskManager
     # the harness's own tasks are many and slow to index
     manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
@@ -470,7 +470,7 @@ def show(label: str, found):
     elif isinstance(found, dict):
         for key, value in found.items():
             show(label if key == "accuracy" else f"{label} {key}", value)
-    elif not isinstance(found, list):
+    elif isinstance(found, (int, float)):
         print(f"{label}: {found:.4g}", flush=True)
 
 # -----------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def main():
     # one adapter after the other
     model = load_model(config, device, dtype)
     for name, about in todo.items():
-        args.adapter = about["adapter"]
+        args.adapter = about["adapter"]                  # from here on this one, or None
         if args.adapter:
             lora.load(model, args.adapter)
         if args.tasks:
