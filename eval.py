@@ -105,9 +105,11 @@ def parse_args(argv=None):
         stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
     if args.tds and not args.prompts and not args.tasks:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts or --tasks")
-    if args.swap and (not args.prompts or args.suppress_eos or args.ties == "position"):
-        stop("--swap: exchanges the tokens of --prompts; give those, without --suppress-eos and --ties position, whose "
-             "scores could tell")
+    if args.swap and not args.prompts:
+        stop("--swap: is measured while prompts are decoded; give --prompts")
+    if args.swap and (args.suppress_eos or args.ties == "position"):
+        stop("--swap: exchanges the logits of two tokens, and the scores of --suppress-eos and --ties position would "
+             "notice; leave them out")
     return args
 
 
