@@ -76,6 +76,8 @@ ERRORS = {3: 4.3, 4: 3.2}                                # by bases: Student's t
 KS = ["1", "2", "4", "8", "16"]
 SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
          "base's tokens, adapter's order": "base's tokens, own order"}
+DRAWN = {"greedy": "nothing (greedy)", "fixed-forms": "digits (fixed forms)", "fixed-digits": "words (fixed digits)",
+         "warm": "all, temperature 0.5", "sampled": "all, temperature 1 (sampled)"}
 ORDERS = {"": "own", "-ltr": "left to right", "-random": "random", "-reversed": "reversed"}
 
 
@@ -230,6 +232,13 @@ def claims(best: dict) -> list:
                   minus(gain(f"{source}-ce@1e-3", *PARALLEL), gain(f"{source}-ce{order}@1e-3", *PARALLEL)))
     claim("less ranking is better (sampled)", "lambda 0.25 - 1",
           minus(gain("sampled-lam-0.25@1e-3", *PARALLEL), gain("sampled-tabom@1e-3", *PARALLEL)))
+    for source in ("greedy", "sampled"):
+        claim("the paper's own entropies rank as well", f"{source}, TABOM: exact - one forward",
+              minus(gain(f"{source}-exact@1e-3", *PARALLEL), gain(f"{source}-tabom@1e-3", *PARALLEL)))
+    for half in ("fixed-forms", "fixed-digits"):
+        for other in ("greedy", "sampled"):
+            claim("drawing digits gains; drawing words gains", f"CE only: {DRAWN[half]} - {DRAWN[other]}",
+                  minus(gain(f"{half}-ce@1e-3", *PARALLEL), gain(f"{other}-ce@1e-3", *PARALLEL)))
     for k in (2, 4):
         orders = [swapped("greedy-ce@1e-3", part, k) for part in ("adapter's tokens, base's order", "own")]
         claim("greedy answers spoil the order", f"CE only's tokens at {k}: base's order - own order", minus(*orders))
@@ -458,7 +467,7 @@ Made by `python study/report.py study` from study/results.
 
     rows = []
     for source in ("greedy", "sampled"):
-        runs = {"0 (CE only)": "ce", "0.25": "lam-0.25", "1": "tabom", "2": "lam-2"}
+        runs = {"0 (CE only)": "ce", "0.25": "lam-0.25", "1": "tabom", "2": "lam-2", "1, `exact`": "exact"}
         rows += [[source, *row(title, f"{source}-{run}@1e-3", PARALLEL)] for title, run in runs.items()]
     text += ["## How much ranking: lambda, rate 1e-3, points over the base\n",
              table(["answers", "lambda", *PARALLEL], rows)]
@@ -486,8 +495,15 @@ Made by `python study/report.py study` from study/results.
     text += ["## Window and gamma: TABOM on greedy answers, rate 1e-3, points over the base\n",
              table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
 
-    runs = {"SFT-SD, temperature 0.5": "warm-sft", "CE only, temperature 0.5": "warm-ce",
-            "TABOM, temperature 0.5": "warm-tabom", "dInfer, greedy": "greedy-dinfer", "T3D, greedy": "greedy-t3d"}
+    rows = []
+    for source, title in DRAWN.items():
+        ce, tabom = [[gain(f"{source}-{method}@1e-3", column) for column in PARALLEL] for method in ("ce", "tabom")]
+        ranking = [minus(a, b) for a, b in zip(tabom, ce, strict=True)]
+        rows.append([title, *(show(xs) for xs in [*ce, *tabom, *ranking])])
+    text += ["## What was drawn in the own answers, the rest being most probable: rate 1e-3, points over the base\n",
+             table(["drawn", *head], rows)]
+
+    runs = {"SFT-SD, temperature 0.5": "warm-sft", "dInfer, greedy": "greedy-dinfer", "T3D, greedy": "greedy-t3d"}
     text += ["## Also, rate 1e-3, points over the base\n",
              table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
 
