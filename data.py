@@ -93,9 +93,6 @@ SOURCES = {    # name: hub id, configuration, split, kind
     "ling-coder-sft": ("inclusionAI/Ling-Coder-SFT", None, "train", "code"),
     "gsm8k": ("openai/gsm8k", "main", "train", "math"),
     "gsm8k-test": ("openai/gsm8k", "main", "test", "math"),
-    # trajectories that others have decoded
-    "trajectory_data_dream_32": ("d3LLM/trajectory_data_dream_32", None, "train", "math"),
-    "trajectory_data_llada_32": ("d3LLM/trajectory_data_llada_32", None, "train", "math"),
 }
 
 
@@ -124,7 +121,7 @@ def read_lines(path: str):
                 yield place, parse_line(place, text)
 
 
-def read_rows(source: str):
+def read_rows(source: str, named: dict = SOURCES):
     """(place, row) of a JSONL file, a parquet file or a named data set; large ones stream."""
     name = source.lower().rpartition("/")[2]
     if source.endswith(".parquet") and os.path.isfile(source):
@@ -132,8 +129,8 @@ def read_rows(source: str):
         kind = None
         batches = ParquetFile(source).iter_batches(1000)
         rows = (row for batch in batches for row in batch.to_pylist())
-    elif name in SOURCES and not os.path.exists(source):
-        hub_id, config, split, kind = SOURCES[name]
+    elif name in named and not os.path.exists(source):
+        hub_id, config, split, kind = named[name]
         if not importlib.util.find_spec("datasets"):
             stop(f"{source}: needs a package: pip install datasets; or give a .jsonl file")
         from datasets import load_dataset
@@ -290,32 +287,6 @@ def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int) -> np.nd
     return step
 
 
-def from_states(place: str, row: dict, mask_id: int) -> dict:
-    """
-    A row of d3LLM's data sets as a record of ours. Its trajectory is a list of states, the whole sequence after each
-    step; a position was decoded at the first state in which it is not masked.
-    """
-    prompt, states = row.get("prompt_ids"), row["trajectory"]
-    if not isinstance(prompt, list) or not isinstance(states, list):
-        stop(f"{place}: prompt_ids or trajectory is no list; leave the row out")
-    for n, state in enumerate(states):
-        if not isinstance(state, list) or len(state) != len(states[0]) or state[:len(prompt)] != prompt:
-            stop(f"{place}: state {n} is not the prompt and as many tokens as in state 0; leave the row out")
-    tokens = np.array(states)[:, len(prompt):]                                  # (states, N)
-    changed = (tokens[:-1] != mask_id) & (tokens[1:] != tokens[:-1])
-    if changed.any():
-        n, i = np.argwhere(changed)[0]
-        stop(f"{place}: position {i} holds {tokens[n, i]} in state {n} and {tokens[n + 1, i]} in the next; a decoded "
-             f"token must stay: leave the row out")
-    decoded = tokens[-1] != mask_id
-    first = (tokens != mask_id).argmax(0)                                       # (N,)
-    # the list may begin with an empty canvas: count the steps that decoded something
-    step = np.where(decoded, np.searchsorted(np.unique(first[decoded]), first), -1)
-    # without its is_correct, which is true for all: the answer is judged here
-    return {"id": row.get("idx"), "prompt_token_ids": prompt, "response_token_ids": tokens[-1].tolist(),
-            "decoding_order": step.tolist(), "answer": row.get("gt_answer"), "kind": "math"}
-
-
 def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
     """A reference answer as the canvas would look: the answer, end of turn, EOS up to the length, and cut there."""
     response = read_item(place, row)["response"]
@@ -335,10 +306,8 @@ def model_info(row: dict) -> dict:
 
 
 def read_trajectory(place: str, row: dict, number: int, config, tok, length: int = 256) -> Trajectory:
-    """A record of ours, of the authors' or of d3LLM's, or a prompt with a reference answer (sft)."""
+    """A record of ours or of the authors', or a prompt with a reference answer (sft)."""
     row = {key: value for key, value in row.items() if value is not None}        # parquet fills up with nulls
-    if "trajectory" in row:                              # another format is another function like this one
-        row = from_states(place, row, config.mask_id)
     model = model_info(row)
     if model and (model["mask_id"], model["vocab_size"]) != (config.mask_id, config.vocab):
         stop(f"{place}: decoded by {model['name']} (mask {model['mask_id']}, vocabulary {model['vocab_size']}), but "
@@ -398,13 +367,13 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
         if decoded_by and row.get("method") not in decoded_by:
             left_out["not --decoded-by these"] += 1
             continue
-        if ordered and row.get("decoding_order") is None and row.get("trajectory") is None:
+        if ordered and row.get("decoding_order") is None:
             stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
                  f"decode.py, or use --method sft")
         traj = read_trajectory(place, row, number, config, tok, length)
         if tail == "drop":                               # paper silent on the tail; study/departures.md
             traj.last = first_end(traj, tok.end_ids)
-        reference = not row.get("response_token_ids") and not row.get("trajectory")
+        reference = not row.get("response_token_ids")
         reason = None if everything or reference else why_not(traj, tok)
         if reason is None and len(traj.order) < 2:
             reason = "shorter than 2 tokens"
