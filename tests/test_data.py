@@ -132,7 +132,7 @@ def test_the_order_falls_back_to_positions_where_entropies_are_not_known(folders
     (dict(response_token_ids=[4, 5, 99, 3]), "holds 99", "--model"),
     (dict(prompt_token_ids=[1, "2"]), "holds '2'", "decode.py"),
     (dict(prompt_token_ids=[1] * 509), "509 + 4 tokens", "delete the line"),
-    (dict(entropy=[0.5, 0.2, 0.1]), "entropy is [0.5, 0.2, 0.1]", "decode.py"),
+    (dict(entropy=[0.5, 0.2, 0.1]), "entropy has 3 entries, the response 4 tokens", "decode.py"),
     (dict(entropy=[0.5, 0.2, math.nan, None]), "entropy holds NaN", "decode.py"),
     (dict(model=dict(name="other", mask_id=7, vocab_size=10)), "decoded by other (mask 7, vocabulary 10)", "--model"),
     (dict(correct="false"), 'correct is "false"', "true, false or null"),
