@@ -138,7 +138,8 @@ def stream_hub(source: str, hub_id: str, config: str | None, split: str):
 
 def read_rows(source: str, named: dict = SOURCES):
     """(place, row) of a JSONL file, a parquet file or a named data set; large ones stream."""
-    name, kind = source.lower().rpartition("/")[2], None
+    name = source.lower().rpartition("/")[2]
+    kind = None
     if os.path.isfile(source) and not source.endswith(".parquet"):
         yield from read_lines(source)
         return
@@ -187,10 +188,11 @@ def read_item(place: str, row: dict) -> dict:
     """A row in any of the usual forms as {id, prompt, messages, answer, response, kind}."""
     prompt = read_text(place, row, "prompt", "question", "instruction")
     response = read_text(place, row, "response", "output", "gen_text", "target")
-    if prompt is not None and "instruction" in row and row.get("input"):
+    if row.get("instruction") is not None and row.get("input"):
         prompt += "\n" + read_text(place, row, "input")
-    messages = [{"role": "user", "content": prompt}]
-    if prompt is None:
+    if prompt is not None:
+        messages = [{"role": "user", "content": prompt}]
+    else:
         messages = read_messages(place, row.get("messages"))
         if messages and messages[-1]["role"] == "assistant":
             last = messages.pop()
@@ -259,34 +261,22 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
 # -----------------------------------------------------------------------------
 # records: a field is checked where something would be silently wrong without
 
-def read_list(place: str, row: dict, field: str, length: int | None = None) -> list:
+def read_numbers(place: str, row: dict, field: str, allowed: range | None = None, length: int | None = None):
+    """A field with a list of whole numbers, of which a range is allowed; without one, of finite numbers and nulls."""
     values = row.get(field)
     if not isinstance(values, list) or not values:
         stop(f"{place}: {field} is {shorten(values)}, not a list of numbers; write the record again with decode.py")
     if length and len(values) != length:
         stop(f"{place}: {field} has {len(values)} entries, the response {length} tokens; re-run decode.py")
-    return values
-
-
-def read_ints(place: str, row: dict, field: str, low: int, high: int, length: int | None = None) -> np.ndarray:
-    """A field that holds whole numbers in low .. high - 1."""
-    values = read_list(place, row, field, length)
     for value in values:
-        if type(value) is not int or not low <= value < high:
-            stop(f"{place}: {field} holds {value!r}, which is not in {low}..{high - 1}; pass the --model of the "
-                 f"trajectories, or write the record again with decode.py")
-    return np.array(values)
-
-
-def read_floats(place: str, row: dict, field: str, length: int) -> np.ndarray:
-    """A field with one number for each token; null, or no such field, is nan: not known is not zero."""
-    if field not in row:
-        return np.full(length, np.nan, np.float32)
-    values = read_list(place, row, field, length)
-    for value in values:
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            stop(f"{place}: {field} holds {shorten(value)}, not a number; re-run decode.py")
-    return np.array(values, np.float32)                  # null becomes nan
+        if allowed:
+            valid = type(value) is int and value in allowed
+        else:
+            valid = value is None or (type(value) in (int, float) and math.isfinite(value))
+        if not valid:
+            stop(f"{place}: {field} holds {shorten(value)}, it takes {allowed or 'finite numbers'}; pass the --model "
+                 f"of the trajectories, or write the record again with decode.py")
+    return np.array(values, int if allowed else np.float32)      # null becomes nan
 
 
 def model_info(row: dict) -> dict:
@@ -302,8 +292,8 @@ def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
     response = read_item(place, row)["response"]
     if not response:
         stop(f"{place}: has no response; correct or delete the line")
-    ids = tok(response, add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
-    return np.array(ids + tok.end_ids[:1] * (length - len(ids)))[:length]
+    ids = tok(response, add_special_tokens=False)["input_ids"]
+    return np.array(ids + tok.end_ids[1:] + tok.end_ids[:1] * length)[:length]
 
 
 def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajectory:
@@ -311,15 +301,15 @@ def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajecto
     info = model_info(row)
     if info and (info["mask_id"], info["vocab_size"]) != (config.mask_id, config.vocab):
         stop(f"{place}: decoded by {info['name']} (mask {info['mask_id']}, vocabulary {info['vocab_size']}), but "
-             f"{config.name} has mask {config.mask_id}, vocabulary {config.vocab}; pass the --model that decoded it")
+             f"{config.name} has others; pass the --model that decoded it")
 
     # tokens
     if "response_token_ids" in row or "decoding_order" in row:
-        response = read_ints(place, row, "response_token_ids", 0, config.vocab)
+        response = read_numbers(place, row, "response_token_ids", range(config.vocab))
     else:
         response = encode_reference(place, row, tok, length)
     if "prompt_token_ids" in row:
-        prompt = read_ints(place, row, "prompt_token_ids", 0, config.vocab)
+        prompt = read_numbers(place, row, "prompt_token_ids", range(config.vocab))
     else:
         prompt = np.array(prompt_ids(tok, read_item(place, row)))
     N = len(response)
@@ -327,28 +317,30 @@ def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajecto
         stop(f"{place}: {len(prompt)} + {N} tokens, the model has {config.positions} positions; delete the line")
 
     # how they were decoded; a record without an order counts as decoded all at once
-    step = np.where(response == config.mask_id, -1, 0)
     if "decoding_order" in row:
-        step = read_ints(place, row, "decoding_order", -1, N, length=N)
+        step = read_numbers(place, row, "decoding_order", range(-1, N), N)
+    else:
+        step = np.where(response == config.mask_id, -1, 0)
     for i in np.flatnonzero((response == config.mask_id) != (step < 0)):
         stop(f"{place}: position {i} holds token {response[i]}, decoded at step {step[i]}; the mask token "
              f"{config.mask_id} belongs exactly where the step is -1: pass the --model of the trajectories, or re-run "
              f"decode.py")
-    traj = Trajectory(row["id"], prompt, response, step, entropy=read_floats(place, row, "entropy", N),
-                      confidence=read_floats(place, row, "confidence", N))
+    row = {"entropy": [None] * N, "confidence": [None] * N} | row        # not known is not zero
+    traj = Trajectory(row["id"], prompt, response, step, read_numbers(place, row, "entropy", length=N),
+                      read_numbers(place, row, "confidence", length=N))
     if isinstance(row.get("decode"), dict):
         traj.block = row["decode"].get("block")
     if row.get("non_ltr_positions") == []:
         traj.non_ltr = np.arange(0)
     elif "non_ltr_positions" in row:                     # the authors' files
-        traj.non_ltr = read_ints(place, row, "non_ltr_positions", 0, N)
+        traj.non_ltr = read_numbers(place, row, "non_ltr_positions", range(N))
 
     # what they say: with another tokenizer the same ids are other words
     finished = first_end(traj, tok.end_ids) is not None
     traj.text = text_of(traj, tok)
-    if info and finished and isinstance(row.get("response"), str) and traj.text != row["response"]:
+    if info and finished and row.get("response", traj.text) != traj.text:
         stop(f"{place}: its tokens read {traj.text[:40]!r} with the tokenizer of {config.name}, its response is "
-             f"{row['response'][:40]!r}; pass the --model of the trajectories")
+             f"{shorten(row['response'])}; pass the --model of the trajectories")
 
     # and whether it is right; a record with an answer and no verdict is judged here
     if "correct" in row:
@@ -398,7 +390,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
         stop(f"{source}: no record to train on ({reasons or 'it is empty'}); decode more prompts, or use --all "
              f"to keep unfinished and wrong ones")
     if os.environ.get("RANK", "0") == "0":
-        print(f"{source}: {len(trajs)} records" + (f", left out: {reasons}" if reasons else ""), flush=True)
+        print(f"{source}: {len(trajs)} records, left out: {reasons or 'none'}", flush=True)
         for other in sorted(names - {config.name}):
             print(f"warning: {source} was decoded by {other}, but {config.name} is trained", flush=True)
     return trajs
@@ -429,13 +421,10 @@ NUMBER = r"(?<!\d)-?\d[\d,]*(?:\.\d+)?"
 def boxed(text: str) -> str | None:
     """What the last \\boxed{...} holds, braces inside included."""
     _, found, rest = text.rpartition("\\boxed{")
-    depth = 1
-    for i, character in enumerate(rest if found else ""):
-        if character == "{":
-            depth += 1
-        if character == "}":
-            depth -= 1
-        if depth == 0:
+    if not found:
+        return None
+    for i, character in enumerate(rest):
+        if character == "}" and rest[:i].count("{") == rest[:i].count("}"):
             return rest[:i].strip()
     return None
 
@@ -497,9 +486,7 @@ def judge(text: str, finished: bool, answer: str | None, kind: str | None) -> bo
     """True, False, or None where there is nothing to judge by."""
     if not finished:
         return False
-    if answer is not None:
-        got = final_answer(text)
-        return got is not None and same_answer(got, answer)
-    if kind == "code":
-        return code_parses(text)
-    return None
+    if answer is None:
+        return code_parses(text) if kind == "code" else None
+    got = final_answer(text)
+    return got is not None and same_answer(got, answer)

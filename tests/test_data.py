@@ -130,7 +130,7 @@ def test_the_order_falls_back_to_positions_where_entropies_are_not_known(folders
     (dict(decoding_order=[1, 0, 0, 1]), "decoded at step 1", "--model"),     # a mask where the order says decoded
     (dict(response_token_ids=[4, 5, 9, 3]), "position 3 holds token 3", "--model"),
     (dict(response_token_ids=[4, 5, 99, 3]), "holds 99", "--model"),
-    (dict(prompt_token_ids=[1, "2"]), "holds '2'", "decode.py"),
+    (dict(prompt_token_ids=[1, "2"]), 'holds "2"', "decode.py"),
     (dict(prompt_token_ids=[1] * 509), "509 + 4 tokens", "delete the line"),
     (dict(entropy=[0.5, 0.2, 0.1]), "entropy has 3 entries, the response 4 tokens", "decode.py"),
     (dict(entropy=[0.5, 0.2, math.nan, None]), "entropy holds NaN", "decode.py"),
