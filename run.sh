@@ -292,6 +292,7 @@ published() {                   # published DIR: 9 hours of measuring on 8 H100 
 }
 
 d3llm() {                       # from nothing to an adapter of Dream-7B on published trajectories, without decoding
+    # DATA is another data set of d3LLM's form, or a file of such rows; with it goes MODEL, which decoded them
     local d=$OUT/d3llm model=${MODEL:-Dream-org/Dream-v0-Instruct-7B} size launch
     size=$(batch 32)
     environment
