@@ -255,10 +255,9 @@ def score_positions(z, h, token, confidence, s, rng):
     return -(p * (index == token[:, None])).sum(-1)
 
 
-def choose(logits, k, s, rng, token_logits=None):
+def choose(logits, k, s, rng):
     """
-    One step of one row. logits (n, V): at its masked positions; k: how many to unmask, None = by --threshold;
-    token_logits (n, V): of the model that names the tokens, if it is another one.
+    One step of one row. logits (n, V): at its masked positions; k: how many to unmask, None = by --threshold.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
     logp = F.log_softmax(logits, -1, dtype=torch.float32)                                       # (n, V)
@@ -279,9 +278,7 @@ def choose(logits, k, s, rng, token_logits=None):
         certain = order[confidence[order] > s.threshold]
         where = certain if len(certain) else order[:1]
     # their tokens
-    if token_logits is not None:
-        token, confidence = draw_tokens(F.log_softmax(token_logits[where], -1, dtype=torch.float32), s, rng)
-    elif token is None:
+    if token is None:
         token, confidence = draw_tokens(logp[where], s, rng)
     else:
         token, confidence = token[where], confidence[where]
@@ -326,11 +323,10 @@ def pack(live, s, device):
 
 
 @torch.no_grad()
-def decode(model, prompts, s, batch_size: int = 16, token_model=None):
+def decode(model, prompts, s, batch_size: int = 16):
     """
     prompts: list of (id, token ids). Yields a Trajectory whenever one is finished; the next prompt takes its place.
     Each row is scored alone and has its own random numbers: which rows share a batch changes nothing but the rounding.
-    token_model: another model that names the tokens, while `model` chooses their positions (eval.py --swap).
     """
     device = next(model.parameters()).device
     counts = schedule(s)
@@ -344,7 +340,6 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
         # one forward for all rows
         batch, masked = pack(live, s, device)
         logits = model(*batch)                                                               # (B, most masks, V)
-        token_logits = token_model(*batch) if token_model else None
 
         # each row by itself; the seed depends on the prompt and the step, not on the batch
         chosen = []
@@ -352,9 +347,8 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
             n = len(masked[b])
             step, k = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
-            other = token_logits[b, :n] if token_model else None
-            chosen.append((step, choose(logits[b, :n], k, s, rng, other)))
-        del logits, token_logits, other                                                      # before the next forward
+            chosen.append((step, choose(logits[b, :n], k, s, rng)))
+        del logits                                                                           # before the next forward
 
         # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
         unfinished = []
@@ -374,7 +368,7 @@ def decode(model, prompts, s, batch_size: int = 16, token_model=None):
         live = unfinished
 
 
-def decode_all(model, tok, config, items, s, batch_size, label, token_model=None) -> list[Trajectory]:
+def decode_all(model, tok, config, items, s, batch_size, label) -> list[Trajectory]:
     """All items, decoded and judged, in their order. Every rank decodes its share, and gets the others' too."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     prompts = encode_prompts(items, tok, config, s)
@@ -383,7 +377,7 @@ def decode_all(model, tok, config, items, s, batch_size, label, token_model=None
     trajs = {id: new_trajectory(id, prompt, s) for id, prompt in prompts}
     mine = sorted(prompts, key=lambda prompt: len(prompt[1]))[rank::world_size]
     bar = Bar(len(mine), label)
-    for done, traj in enumerate(decode(model, mine, s, batch_size, token_model), 1):
+    for done, traj in enumerate(decode(model, mine, s, batch_size), 1):
         trajs[traj.id] = traj
         bar(done)
     trajs = list(trajs.values())

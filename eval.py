@@ -16,6 +16,7 @@ import json
 import os
 from argparse import Namespace
 from collections import Counter
+from itertools import groupby
 from math import comb
 from pathlib import Path
 from zlib import crc32
@@ -41,6 +42,7 @@ from util import (
     read_json,
     setup_device,
     stop,
+    sum_over_ranks,
     write_whole,
 )
 
@@ -65,7 +67,7 @@ def flags():
     # what to measure
     flag("--prompts", nargs="*", default=[], help="prompts with answers; a file's stem names the domain")
     flag("--limit", type=count, default=0, help="only the first prompts of each file or task")
-    flag("--parallel", type=int, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
+    flag("--parallel", type=count, nargs="+", default=[], help="accuracy at these numbers of tokens per step")
     flag("--pass-at", type=count, nargs="+", default=[], metavar="K", help="pass@k at each speed, with --temperature; "
          "sample i of a prompt is drawn with --seed plus i, --keep keeps sample 0")
     flag("--tds", type=count, default=0, help="trajectories for TDS, of each file of --prompts or task of --tasks")
@@ -103,7 +105,27 @@ def parse_args(argv=None):
         stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
     if args.tds and not args.prompts and not args.tasks:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts or --tasks")
+    if args.swap and (not args.prompts or args.suppress_eos or args.ties == "position"):
+        stop("--swap: exchanges the tokens of --prompts; give those, without --suppress-eos and --ties position, whose "
+             "scores could tell")
     return args
+
+
+def read_speeds(args, config, end_ids) -> dict:
+    """{label: decoding settings}: the label says what the flags say; what was really decoded is measured."""
+    speeds = {}
+    for k in args.parallel or [args.tokens_per_step]:
+        # one token per step is left to the model's own schedule
+        s = make_settings(Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0}), config, end_ids)
+        if args.swap and s.temperature > 0 and not s.greedy:
+            stop(f"--swap: takes the most probable tokens, but the temperature is {s.temperature:g}; add --greedy")
+        label = str(k or 1)
+        if args.threshold is not None:
+            label = f"threshold {args.threshold}"
+        elif args.steps:
+            label = f"{args.steps} steps"
+        speeds[label] = s
+    return speeds
 
 # -----------------------------------------------------------------------------
 # measures of decoding
@@ -128,37 +150,42 @@ def pass_at(samples, ks) -> dict:
     return {"samples": n, "tokens_per_forward": accuracy(all_trajs)["tokens_per_forward"], "share": curve}
 
 
-class WithoutAdapter(torch.nn.Module):
-    """The frozen base inside a model that has an adapter."""
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *batch):
-        with lora.disabled(self.model):
-            return self.model(*batch)
-
-
-def swap(model, tok, config, items, s, batch_size) -> dict:
+class Swapped(torch.nn.Module):
     """
     Order or knowledge? One of base and adapter chooses the positions, the other their tokens. If an adapter's tokens
     are as good as the base's in the base's order, and not in its own, training has spoiled the order and nothing else.
+
+    The logits are those of the one that chooses, but its most probable token and the other's have changed places: a
+    score cannot tell tokens apart, and greedy decoding takes the most probable one.
     """
-    base = WithoutAdapter(model)
-    ours = decode_all(base, tok, config, items, s, batch_size, "swap", token_model=model)
-    theirs = decode_all(model, tok, config, items, s, batch_size, "swap", token_model=base)
-    return {"adapter's tokens, base's order": accuracy(ours), "base's tokens, adapter's order": accuracy(theirs)}
+    def __init__(self, model, base_chooses: bool):
+        super().__init__()
+        self.model, self.base_chooses = model, base_chooses
+
+    def forward(self, *batch):
+        logits = self.model(*batch)                                                          # (B, n, V)
+        with lora.disabled(self.model):
+            others = self.model(*batch)
+        if self.base_chooses:
+            logits, others = others, logits
+        logits = logits.float()
+        mask = torch.tensor([self.model.config.mask_id], device=logits.device)               # is never a token
+        top, own = logits.index_fill(-1, mask, -torch.inf).max(-1, keepdim=True)             # (B, n, 1)
+        other = others.index_fill(-1, mask, -torch.inf).argmax(-1, keepdim=True)             # (B, n, 1)
+        logits.scatter_(-1, own, logits.gather(-1, other))
+        # a little more than the top: in bf16 the two largest logits are often equal
+        return logits.scatter_(-1, other, top + 1e-5)
 
 # -----------------------------------------------------------------------------
 # measures of certainty
 
 @torch.no_grad()
-def token_stats(model, views, mask_id, batch_size):
+def token_stats(model, views, batch_size):
     """Yields cross-entropy and entropy of each view's targets, two arrays."""
     device = next(model.parameters()).device
     for i in range(0, len(views), batch_size):
         chunk = views[i:i + batch_size]
-        batch = collate(chunk, mask_id, device)
+        batch = collate(chunk, model.config.mask_id, device)
         logits = model(batch.ids, batch.attend, batch.pos)                       # (B, W, V)
         for b, view in enumerate(chunk):                                         # row by row: (W, V) in fp32 is large
             W = len(view.targets)
@@ -167,74 +194,62 @@ def token_stats(model, views, mask_id, batch_size):
             yield ce.cpu().numpy(), entropy(logp).cpu().numpy()
 
 
-def states(traj, eos_id):
-    """
-    (step, View) for each step of a decoding: what the decoder saw. The targets are the positions still masked, left of
-    the leftmost EOS that was decoded by then (before there is one: all). An end of turn is no EOS here, as released.
-    """
-    N = len(traj.step)
-    is_end = traj.response == eos_id
-    for step in np.unique(traj.step[traj.decoded]):
-        visible = traj.decoded_before(step)
-        ends = np.flatnonzero(visible & is_end)
-        limit = ends[0] if len(ends) else N
-        yield int(step), View(traj, visible, np.flatnonzero(~visible & (np.arange(N) < limit)))
-
-
-def tds(model, trajs, config, eos_id, batch_size) -> dict:
+def tds(model, trajs, eos_id, batch_size) -> dict:
     """
     TDS(t), Eq. 11: the variance of the entropies of masked positions at step t, mean over trajectories. The paper does
     not say how this curve becomes the one number of its table; ours is the mean over steps. Every rank comes here, with
     all trajectories, and does its share.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     views, steps = [], []
     for traj in trajs:
-        for step, view in states(traj, eos_id):
-            if len(view.targets) >= 2:
-                views.append(view)
+        for step in np.unique(traj.step[traj.decoded]):
+            # what the decoder saw; masks count left of the leftmost EOS in it. An end of turn is none, as released
+            visible = traj.decoded_before(step)
+            masked = np.flatnonzero(~visible)
+            ends = np.flatnonzero(visible & (traj.response == eos_id))
+            if len(ends):
+                masked = masked[masked < ends[0]]
+            if len(masked) >= 2:
+                views.append(View(traj, visible, masked))
                 steps.append(step)
-    variance = torch.zeros(len(views))
-    mine = list(range(rank, len(views), world_size))
-    stats = token_stats(model, [views[n] for n in mine], config.mask_id, batch_size)
-    for n, (_, h) in zip(mine, stats, strict=True):
-        variance[n] = float(h.var())
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    variance = torch.zeros(len(views), dtype=torch.float64)
+    stats = token_stats(model, views[rank::world_size], batch_size)
+    variance[rank::world_size] = torch.tensor([h.var() for _, h in stats], dtype=torch.float64)
     if world_size > 1:
-        dist.all_reduce(variance)                        # a sum: the others have added zeros
-    by_step = {}
-    for step, value in zip(steps, variance.tolist(), strict=True):
-        by_step.setdefault(step, []).append(value)
-    curve = [float(np.mean(by_step[step])) if step in by_step else None for step in range(max(by_step) + 1)]
+        sum_over_ranks([variance])                       # the others have zeros there
+    totals, counts = np.bincount(steps, variance), np.bincount(steps)
+    curve = [total / n if n else None for total, n in zip(totals, counts, strict=True)]
     return {"mean": float(np.mean([value for value in curve if value is not None])), "curve": curve}
 
 
-def order_agreement(model, trajs, config, window, batch_size, cuts=4) -> float:
-    """The share of pairs in held-out windows whose earlier-decoded token has the lower entropy (Eq. 7)."""
+def order_agreement(model, trajs, window, batch_size) -> float:
+    """The share of pairs whose earlier-decoded token has the lower entropy (Eq. 7), four windows per trajectory."""
     views = []
     for n, traj in enumerate(trajs):
-        for cut in range(cuts):
+        for cut in range(4):
             views.append(tabom_view(traj, np.random.default_rng([cut, n]), window))
     in_order = []
-    for _, h in token_stats(model, views, config.mask_id, batch_size):
+    for _, h in token_stats(model, views, batch_size):
         r, s = np.triu_indices(len(h), 1)
         in_order.append(h[r] < h[s])
     return float(np.concatenate(in_order).mean())
 
 
-def ce_by_ratio(model, trajs, config, end_ids, batch_size) -> dict:
+def ce_by_ratio(model, trajs, end_ids, batch_size) -> dict:
     """{mask ratio: cross-entropy of the masked tokens up to the first end}: the paper's loss_comparison figure."""
     curve = {}
     for ratio in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         views = []
         for n, traj in enumerate(trajs):
             end = first_end(traj, end_ids)
-            body = np.arange(len(traj.response) if end is None else end + 1)
+            length = len(traj.response) if end is None else end + 1
             rng = np.random.default_rng([int(100 * ratio), n])
-            masked = rng.permutation(body)[:max(1, round(ratio * len(body)))]
-            visible = np.zeros(len(traj.step), dtype=bool)       # what follows the end is masked, in both files
-            visible[np.setdiff1d(body, masked)] = True
+            masked = rng.permutation(length)[:max(1, round(ratio * length))]
+            visible = np.arange(len(traj.response)) < length     # what follows the end is masked, in both files
+            visible[masked] = False
             views.append(View(traj, visible, masked))
-        ces = [ce for ce, _ in token_stats(model, views, config.mask_id, batch_size)]
+        ces = [ce for ce, _ in token_stats(model, views, batch_size)]
         curve[f"{ratio:.1f}"] = float(np.concatenate(ces).mean())
     return curve
 
@@ -255,18 +270,49 @@ def read_pair(paths, config, tok, length, limit) -> dict:
             "self-distilled": [traj for traj in sd if tuple(traj.prompt) in common]}
 
 # -----------------------------------------------------------------------------
+# everything that was asked for, of one model
+
+def measure(model, name, args, tok, prompts, speeds, held_out, pair) -> dict:
+    """What a measure adds to the result is saved and printed. Every rank comes here: decode_all needs them all."""
+    result = {"accuracy": {}, "pass_at": {}, "swap": {}, "tds": {}}
+    for domain, items in prompts.items():
+        for label, s in speeds.items():
+            key = f"{domain}/{label}"
+
+            def answer(net, s):
+                return decode_all(net, tok, model.config, items, s, args.batch_size, f"{name} {key}")
+
+            samples = []
+            for i in range(max([1, *args.pass_at])):
+                samples.append(answer(model, Namespace(**vars(s) | {"seed": s.seed + i})))
+            trajs = samples[0]
+            result["accuracy"][key] = accuracy(trajs)
+            if args.pass_at:
+                result["pass_at"][key] = pass_at(samples, args.pass_at)
+            if args.swap and args.adapter:
+                ours = answer(Swapped(model, base_chooses=True), s)
+                theirs = answer(Swapped(model, base_chooses=False), s)
+                result["swap"][key] = {"adapter's tokens, base's order": accuracy(ours),
+                                       "base's tokens, adapter's order": accuracy(theirs)}
+            if args.tds and domain not in result["tds"]:                                 # at the first speed
+                result["tds"][domain] = tds(model, trajs[:args.tds], tok.end_ids[0], args.batch_size)
+            if args.keep and os.environ.get("RANK", "0") == "0":
+                head = record_head(model.config, s, tok, next(model.parameters()).dtype, args.adapter)
+                records = [make_record(traj, item, head) for traj, item in zip(trajs, items, strict=True)]
+                write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
+    if held_out:
+        result["in_order"] = order_agreement(model, held_out, args.window, args.batch_size)
+    if pair and not args.adapter:
+        result["ce"] = {}
+        for label, trajs in pair.items():
+            result["ce"][label] = ce_by_ratio(model, trajs, tok.end_ids, args.batch_size)
+    return result
+
+# -----------------------------------------------------------------------------
 # lm-evaluation-harness
 
 class ShareDecoded(Exception):
     """Raised on ranks other than 0 after decoding: only rank 0 scores, because scoring may run generated code."""
-
-
-def benchmark_settings(task: str, model_type: str) -> dict:
-    """Its entry in the table above, or {}."""
-    for name, setting in BENCHMARKS.get(model_type, {}).items():
-        if name in task.replace("-", ""):
-            return setting
-    return {}
 
 
 def cut_at(text: str, stops) -> str:
@@ -279,20 +325,23 @@ def cut_at(text: str, stops) -> str:
     return text
 
 
+def task_args(args, task, model_type, own_length):
+    """The benchmark's own decoding, unless flags say otherwise; the harness applies the chat template."""
+    own = {"length": own_length}
+    for benchmark, settings in BENCHMARKS.get(model_type, {}).items():
+        if benchmark in task.replace("-", ""):
+            own |= settings
+    given = {name: getattr(args, name) or value for name, value in own.items()}
+    return Namespace(**vars(args) | given | {"raw_prompt": True})
+
+
 class Harness:
-    """Our decoder as a model of the harness. new_harness makes it a subclass of lm_eval's LM, an optional package."""
-    def __init__(self, args):
+    """Our decoder as a model of the harness. run_benchmarks makes it an LM of lm_eval, which is an optional package."""
+    tokenizer_name = ""                                  # of a cache that is not used
+
+    def __init__(self, model, args, tok):
         super().__init__()
-        self.args, self.adapter, self.texts, self.tds, self.net = args, None, [], {}, None
-        self.config = read_config(args.model)
-        self.tok = load_tokenizer(self.config)
-
-    @property
-    def tokenizer_name(self):
-        return self.config.name.replace("/", "__")
-
-    def chat_template(self, chat_template=False):
-        return self.tok.chat_template or ""
+        self.model, self.args, self.tok = model, args, tok
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         return self.tok.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
@@ -303,56 +352,34 @@ class Harness:
 
     loglikelihood_rolling = loglikelihood
 
-    def load(self):
-        if self.net is None:
-            _, _, device, dtype = setup_device(self.args.dtype)
-            self.net = load_model(self.config, device, dtype)
-        if self.adapter:
-            lora.load(self.net, self.adapter)
-
-    def task_args(self, task, own_length):
-        """The benchmark's own decoding, unless flags say otherwise; the harness applies the chat template."""
-        own = {"length": own_length} | benchmark_settings(task, self.config.model_type)
-        given = {name: getattr(self.args, name) or value for name, value in own.items()}
-        return Namespace(**vars(self.args) | given | {"raw_prompt": True})
-
     def generate_until(self, requests):
-        # one item per question; its id, and so its random numbers, do not depend on what else is asked
-        tasks, asked = {}, Counter()
-        for n, request in enumerate(requests):
-            place = f"{request.task_name}/{request.doc_id}"
-            item = {"id": f"{place}/{asked[place]}", "place": place, "prompt": request.args[0], "answer": None,
-                    "kind": None, "number": n}
-            asked[place] += 1
-            tasks.setdefault(request.task_name, []).append(item)
-        self.load()
-        texts = {}
-        for task, items in tasks.items():
-            args = self.task_args(task, requests[items[0]["number"]].args[1].get("max_gen_toks", 256))
-            s = make_settings(args, self.config, self.tok.end_ids)
-            trajs = decode_all(self.net, self.tok, self.config, items, s, args.batch_size, task)
-            if args.tds:
-                self.tds[task] = tds(self.net, trajs[:args.tds], self.config, self.tok.end_ids[0], args.batch_size)
-            for item, traj in zip(items, trajs, strict=True):
-                request = requests[item["number"]]
+        config, batch_size = self.model.config, self.args.batch_size
+        self.rows, self.tds, asked = [], {}, Counter()
+        for task, group in groupby(requests, key=lambda request: request.task_name):
+            # the id of a question, and so its random numbers, do not depend on what else is asked
+            questions, items = list(group), []
+            for request in questions:
+                place = f"{task}/{request.doc_id}"
+                items.append({"id": f"{place}/{asked[place]}", "place": place, "prompt": request.args[0],
+                              "answer": None, "kind": None})
+                asked[place] += 1
+            own_length = questions[0].args[1].get("max_gen_toks", 256)
+            s = make_settings(task_args(self.args, task, config.model_type, own_length), config, self.tok.end_ids)
+            trajs = decode_all(self.model, self.tok, config, items, s, batch_size, task)
+            if self.args.tds:
+                self.tds[task] = tds(self.model, trajs[:self.args.tds], self.tok.end_ids[0], batch_size)
+            for request, traj in zip(questions, trajs, strict=True):
                 text = cut_at(traj.text, request.args[1].get("until"))
-                texts[item["number"]] = text
-                self.texts.append({"task": task, "doc_id": request.doc_id, "text": text})
+                self.rows.append({"task": task, "doc_id": request.doc_id, "text": text})
         if dist.is_initialized() and dist.get_rank() > 0:
             raise ShareDecoded
-        return [texts[n] for n in range(len(requests))]
+        return [row["text"] for row in self.rows]
 
 
-def new_harness(args):
+def find_tasks(args):
+    """The harness's index of tasks, which holds all of --tasks."""
     if not importlib.util.find_spec("lm_eval"):
         stop("--tasks: needs a package: pip install -r requirements-dev.txt")
-    from lm_eval.api.model import LM
-    return type("TabomLM", (Harness, LM), {})(args)
-
-
-def run_benchmarks(lm, args, name, adapter) -> dict | None:
-    """The harness's results for the base or one adapter; None on the ranks that do not score."""
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     # the harness's own tasks are many and slow to index
     manager = TaskManager(include_path=args.task_path, include_defaults=not args.task_path)
@@ -362,16 +389,23 @@ def run_benchmarks(lm, args, name, adapter) -> dict | None:
             if args.task_path:
                 known = f"{args.task_path} holds {', '.join(manager.all_tasks[:20]) or 'none'}"
             stop(f"--tasks {task}: is no task of the harness; {known}")
-    lm.adapter, lm.texts, lm.tds = adapter, [], {}
+    return manager
+
+
+def run_benchmarks(model, name, args, tok, manager) -> dict | None:
+    """The harness's results for the base or one adapter; None on the ranks that do not score."""
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    lm = type("TabomLM", (Harness, LM), {})(model, args, tok)
     try:
         found = simple_evaluate(lm, tasks=args.tasks.split(","), num_fewshot=args.num_fewshot, limit=args.limit or None,
                                 log_samples=False, bootstrap_iters=0, task_manager=manager,
-                                apply_chat_template=bool(lm.tok.chat_template and not args.raw_prompt),
+                                apply_chat_template=bool(tok.chat_template and not args.raw_prompt),
                                 confirm_run_unsafe_code=args.confirm_run_unsafe_code)
     except ShareDecoded:
         return None
     if args.keep:
-        write_lines(Path(args.out) / f"{name}-tasks.jsonl", lm.texts)
+        write_lines(Path(args.out) / f"{name}-tasks.jsonl", lm.rows)
     scores = {}
     for task, values in found["results"].items():
         scores[task] = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
@@ -391,11 +425,8 @@ def checksum(folder) -> str | None:
 
 def data_checksum(args) -> int:
     """Of the files to measure by; data sets that are named are not read."""
-    value = 0
-    for path in [*args.prompts, args.order, *(args.ce or [])]:
-        if path and Path(path).is_file():
-            value = crc32(Path(path).read_bytes(), value)
-    return value
+    paths = [path for path in [*args.prompts, args.order, *(args.ce or [])] if path and os.path.isfile(path)]
+    return crc32(b"".join(Path(path).read_bytes() for path in paths))
 
 
 def name_adapters(args) -> dict:
@@ -414,145 +445,91 @@ def name_adapters(args) -> dict:
     return adapters
 
 
-def find_result(path: Path, settings: dict, folder) -> dict | None:
+def find_result(path: Path, about: dict) -> dict | None:
     """What an earlier command measured in the same way, of the same weights."""
     if not path.exists():
         return None
-    found = read_json(path)
+    found, settings, folder = read_json(path), about["settings"], about["adapter"]
     found["settings"].setdefault("data_checksum", settings["data_checksum"])              # older results do not tell
     changed = find_change(found["settings"], settings, flags())
     if changed:
         stop(f"{path}: was measured with {changed}; give another --out")
     if found["adapter"] != folder:
         stop(f"{path}: was measured of {found['adapter']}, now it is {folder}; give another --out or NAME=DIR")
-    if found.get("checksum") != checksum(folder):
+    if found.get("checksum") != about["checksum"]:
         print(f"{path}: {folder} has other weights now; measured anew", flush=True)
         return None
-    return found
+    return {key: value for key, value in found.items() if key not in about}
 
 
-def show(name, result: dict):
-    for key, value in result.get("accuracy", {}).items():
-        print(f"{name} {key}: {100 * value['share']:.1f} % of {value['n']}, {value['tokens_per_forward']:.2f} tokens "
-              f"per forward", flush=True)
-    for key, value in result.get("pass_at", {}).items():
-        curve = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in value["share"].items())
-        print(f"{name} {key}: {curve}, {value['tokens_per_forward']:.2f} tokens per forward", flush=True)
-    for key, swapped in result.get("swap", {}).items():
-        for whose, value in swapped.items():
-            print(f"{name} {key}, {whose}: {100 * value['share']:.1f} % of {value['n']}", flush=True)
-    for key, value in result.get("tds", {}).items():
-        print(f"{name} {key}: TDS {value['mean']:.3f}, mean over steps", flush=True)
-    for task, scores in result.get("tasks", {}).items():
-        print(f"{name} {task}: {json.dumps(scores)}", flush=True)
-    for label, curve in result.get("ce", {}).items():
-        print(f"{name} {label}: cross-entropy by mask ratio {json.dumps(curve)}", flush=True)
-    if "in_order" in result:
-        print(f"{name}: {result['in_order']:.3f} of the pairs in order", flush=True)
-
-
-def speeds(args) -> dict:
-    """{label: tokens per step}: the label says what the flags say; what was really decoded is measured."""
-    if args.parallel:
-        return {str(k): k for k in args.parallel}
-    if args.threshold is not None:
-        return {f"threshold {args.threshold}": 0}
-    if args.steps:
-        return {f"{args.steps} steps": 0}
-    return {str(args.tokens_per_step or 1): args.tokens_per_step}
-
-
-def measure(model, name, args, config, tok, prompts, held_out, pair) -> dict:
-    """All that was asked for, of one adapter or the base. Every rank comes here: decode_all needs them all."""
-    result = {"accuracy": {}, "pass_at": {}, "swap": {}, "tds": {}}
-    dtype = next(model.parameters()).dtype
-    for domain, items in prompts.items():
-        for label, k in speeds(args).items():
-            own = Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0})
-            s = make_settings(own, config, tok.end_ids)
-            key = f"{domain}/{label}"
-            trajs = decode_all(model, tok, config, items, s, args.batch_size, f"{name} {key}")
-            result["accuracy"][key] = accuracy(trajs)
-            if args.pass_at:
-                samples = [trajs]
-                for i in range(1, max(args.pass_at)):
-                    again = Namespace(**vars(s) | {"seed": s.seed + i})
-                    samples.append(decode_all(model, tok, config, items, again, args.batch_size, f"{name} {key} {i}"))
-                result["pass_at"][key] = pass_at(samples, args.pass_at)
-            if args.swap and name != "base":
-                result["swap"][key] = swap(model, tok, config, items, s, args.batch_size)
-            if args.keep and os.environ.get("RANK", "0") == "0":
-                head = record_head(config, s, tok, dtype, args.adapter)
-                records = [make_record(traj, item, head) for traj, item in zip(trajs, items, strict=True)]
-                write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
-            if args.tds and domain not in result["tds"]:                                 # at the first speed
-                result["tds"][domain] = tds(model, trajs[:args.tds], config, tok.end_ids[0], args.batch_size)
-    if held_out:
-        result["in_order"] = order_agreement(model, held_out, config, args.window, args.batch_size)
-    if pair and name == "base":
-        result["ce"] = {}
-        for label, trajs in pair.items():
-            result["ce"][label] = ce_by_ratio(model, trajs, config, tok.end_ids, args.batch_size)
-    return result
+def show(label: str, found):
+    """A line for each accuracy, and one for each other number; report.py draws the curves over steps."""
+    if isinstance(found, dict) and "right" in found:
+        print(f"{label}: {100 * found['share']:.1f} % of {found['n']}, {found['tokens_per_forward']:.2f} tokens per "
+              f"forward", flush=True)
+    elif isinstance(found, dict):
+        for key, value in found.items():
+            show(label if key == "accuracy" else f"{label} {key}", value)
+    elif isinstance(found, (int, float)):
+        print(f"{label}: {found:.4g}", flush=True)
 
 # -----------------------------------------------------------------------------
 
 def main():
     args = parse_args()
-    out = Path(args.out)
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
         init_process_group("cpu", minutes=24 * 60)       # ranks wait while rank 0 scores
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
 
     # what was measured before stays, if it was measured in the same way
     not_settings = ("adapter", "out", "keep", "no_base")
     settings = {key: value for key, value in vars(args).items() if key not in not_settings}
     settings["data_checksum"] = data_checksum(args)
-    adapters, results = name_adapters(args), {}
+    adapters, run, todo = name_adapters(args), about_run(), {}
     for name, folder in adapters.items():
-        results[name] = find_result(out / f"{name}.json", settings, folder)
-        if results[name] and rank == 0:
+        about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **run}
+        found = find_result(out / f"{name}.json", about)
+        if found is None:
+            todo[name] = about
+        elif rank == 0:
             print(f"{out}/{name}.json: measured before", flush=True)
-            show(name, results[name])
+            show(name, found)
     if world_size > 1:                                   # all have looked before rank 0 writes
-        weights = {name: checksum(folder) for name, folder in adapters.items()}
-        found = [name for name, result in results.items() if result]
+        weights = {name: about["checksum"] for name, about in todo.items()}
         all_ranks_agree("cpu", data_checksum=settings["data_checksum"],
-                        checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(found),
-                        checksum_of_adapters=crc32(repr((weights, found)).encode()))
-    if all(results.values()):
+                        checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(adapters) - len(todo),
+                        checksum_of_adapters=crc32(repr(weights).encode()))
+    if not todo:
         return
 
-    # the model, and what to measure by
+    # what to measure by: what is wrong with it is noticed here, before hours of measuring
+    config = read_config(args.model)
+    tok = load_tokenizer(config)
     if args.tasks:
-        lm = new_harness(args)
+        tasks = find_tasks(args)
     else:
-        config = read_config(args.model)
-        tok = load_tokenizer(config)
         prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
         for items in prompts.values():
             for item in items:
                 if item["answer"] is None and item["kind"] != "code":
                     stop(f"{item['place']}: the prompt has no answer to judge by; add one, or delete the line")
-        length = args.length or config.length
+        speeds = read_speeds(args, config, tok.end_ids) if prompts else {}
         held_out = load_trajectories(args.order, config, tok, everything=True) if args.order else None
-        pair = read_pair(args.ce, config, tok, length, args.limit) if args.ce else None
-        model = load_model(config, device, dtype)
+        pair = read_pair(args.ce, config, tok, args.length or config.length, args.limit) if args.ce else None
 
     # one adapter after the other
-    for name, folder in adapters.items():
-        if results[name]:
-            continue
+    model = load_model(config, device, dtype)
+    for name, about in todo.items():
+        args.adapter = about["adapter"]                  # from here on this one, or None
+        if args.adapter:
+            lora.load(model, args.adapter)
         if args.tasks:
-            measured = run_benchmarks(lm, args, name, folder)
+            measured = run_benchmarks(model, name, args, tok, tasks)
         else:
-            args.adapter = folder                        # what the records say
-            if folder:
-                lora.load(model, folder)
-            measured = measure(model, name, args, config, tok, prompts, held_out, pair)
+            measured = measure(model, name, args, tok, prompts, speeds, held_out, pair)
         if rank == 0:
-            about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **about_run()}
             write_whole(out / f"{name}.json", json.dumps(about | measured, indent=1).encode())
             show(name, measured)
 

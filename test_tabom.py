@@ -729,7 +729,7 @@ def test_tds_equals_its_definition_in_plain_loops(family, cli, folders, nets, tm
             if len(h) >= 2:
                 mean = sum(h) / len(h)
                 want.setdefault(step, []).append(sum((x - mean) ** 2 for x in h) / len(h))
-    found = evaluate.tds(net, trajs, net.config, eos, batch_size=3)
+    found = evaluate.tds(net, trajs, eos, batch_size=3)
     got = found["curve"]
     assert found["mean"] == pytest.approx(np.mean([value for value in got if value is not None]))
     assert [step for step, value in enumerate(got) if value is not None] == sorted(want)
@@ -747,7 +747,7 @@ def test_order_agreement_counts_pairs(nets, folders, tmp_path):
             h = [plain_stats(z[j], 0)[1] for j in view.targets]
             right += sum(h[r] < h[s] for r in range(len(h)) for s in range(r + 1, len(h)))
             pairs += len(h) * (len(h) - 1) // 2
-    assert evaluate.order_agreement(net, trajs, net.config, 3, batch_size=5) == pytest.approx(right / pairs)
+    assert evaluate.order_agreement(net, trajs, 3, batch_size=5) == pytest.approx(right / pairs)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -756,9 +756,9 @@ def test_swap_equals_a_plain_loop_with_two_models(k, folders):
     base, tuned = load(folders["llada"]), adapted(folders["llada"], scale=1.0)
     s = settings(folders["llada"], f"--length 9 --tokens-per-step {k}", end_ids=[-1])
     prompts = [("0", [3, 1, 4]), ("1", [1, 5, 9, 2, 6])]
-    inside = evaluate.WithoutAdapter(tuned)
-    for order_by, tokens_by, pair in ((base, tuned, (inside, tuned)), (tuned, base, (tuned, inside))):
-        got = {traj.id: traj for traj in decode.decode(pair[0], prompts, s, 2, token_model=pair[1])}
+    for order_by, tokens_by in ((base, tuned), (tuned, base)):
+        swapped = evaluate.Swapped(tuned, base_chooses=order_by is base)
+        got = {traj.id: traj for traj in decode.decode(swapped, prompts, s, 2)}
         for id, prompt in prompts:
             canvas, step = [s.mask_id] * 9, [-1] * 9
             for now in range(-(-9 // k)):

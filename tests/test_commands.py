@@ -54,6 +54,9 @@ DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
     (evaluate, "--model m --order t --tds 4", "--tds 4"),
     (evaluate, "--model m --prompts p --pass-at 1 2", "--prompts and --temperature 1"),
     (evaluate, "--model m --prompts p --pass-at 2 --temperature 1 --greedy", "no --greedy"),
+    (evaluate, "--model m --order t --swap", "--swap: exchanges the tokens of --prompts"),
+    (evaluate, "--model m --prompts p --swap --suppress-eos logits", "without --suppress-eos"),
+    (evaluate, "--model m --prompts p --swap --ties position", "without --suppress-eos and --ties position"),
 ])
 def test_wrong_flags_end_with_one_line(module, flags, words, folders, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)

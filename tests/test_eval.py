@@ -13,7 +13,7 @@ import decode
 import eval as evaluate
 import lora
 import model as models
-from tests.tiny import CHILD, HERE, TORCHRUN, adapted, edit_json, read_lines, run_main, write_lines
+from tests.tiny import CHILD, HERE, TORCHRUN, adapted, edit_json, load, read_lines, run_main, tokenizer, write_lines
 
 
 @pytest.fixture
@@ -126,6 +126,15 @@ def test_results_are_found_again_unless_settings_or_weights_are_others(cli, meas
         measure(flags)
 
 
+@pytest.mark.parametrize("family, flags, temperature", [("llada", "--temperature 0.5", 0.5), ("Dream", "", 0.1)])
+def test_swap_is_for_greedy_decoding_also_where_a_family_samples_by_itself(family, flags, temperature, cli, folders,
+                                                                           tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(evaluate, "load_model", None)    # it is refused before that
+    model, out = f"--model {folders[family]} --prompts {tmp_path}/prompts.jsonl", f"--out {tmp_path}/r"
+    with refused("--swap", f"the temperature is {temperature}; add --greedy"):
+        run_main(evaluate, f"{model} {out} --swap {flags}")
+
+
 def test_harness_runs_our_decoder_on_local_tasks(cli, harness, folders, tmp_path):
     """The real lm_eval, offline, on two ranks: stop strings, chat template, base and adapter, one score per answer."""
     folder = folders["llada"]
@@ -149,7 +158,8 @@ def test_harness_answers_depend_on_the_question_alone(folders):
     """The same answer alone or beside other tasks, another one for a repeat."""
     from lm_eval.api.instance import Instance
     ask = lambda task, doc: Instance("generate_until", {}, (f"ab{doc}=", {"max_gen_toks": 6}), 0, (task, doc, 1))
-    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders["llada"], "--tasks=mine", "--temperature=1"]))
+    args = evaluate.parse_args(["--model", folders["llada"], "--tasks=mine", "--temperature=1"])
+    lm = evaluate.Harness(load(folders["llada"]), args, tokenizer(folders["llada"]))
     few = lm.generate_until([ask("mine", 0), ask("mine", 1), ask("mine", 1)])
     many = lm.generate_until([ask("other", 1), ask("mine", 1), ask("other", 0), ask("mine", 1), ask("mine", 0)])
     assert many[4] == few[0] and [many[1], many[3]] == few[1:] and few[1] != few[2]
@@ -161,8 +171,8 @@ def test_harness_answers_depend_on_the_question_alone(folders):
     ("humaneval_instruct", "llada", "", (512, 0, "logits")), ("gsm8k", "llada", "--length 16", (16, 8, None)),
     ("gsm8k", "llada", "--length 16 --block 4 --suppress-eos logits", (16, 4, "logits")),
     ("ifeval", "llada", "", (512, 0, None)), ("mine", "llada", "", (6, 0, None))])
-def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want, folders):
-    lm = evaluate.new_harness(evaluate.parse_args(["--model", folders[family], "--tasks", task, *flags.split()]))
-    args = lm.task_args(task, own_length=6)
+def test_benchmarks_decode_as_the_papers_table_or_flags_say(task, family, flags, want):
+    args = evaluate.parse_args(["--model", "m", "--tasks", task, *flags.split()])
+    args = evaluate.task_args(args, task, family, own_length=6)
     assert (args.length, args.block, args.suppress_eos) == want
     assert args.score == ("entropy" if (task, family) == ("ifeval", "llada") else None)
