@@ -5,13 +5,14 @@ A source is a .jsonl or .parquet file, or one of the paper's data sets by name (
 {id, prompt, messages, answer, response, kind}; a record, which decode.py writes, becomes a Trajectory.
 """
 import ast
-import importlib.util
 import json
 import math
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
 from typing import NamedTuple
 from zlib import crc32
 
@@ -93,9 +94,6 @@ SOURCES = {    # name: hub id, configuration, split, kind
     "ling-coder-sft": ("inclusionAI/Ling-Coder-SFT", None, "train", "code"),
     "gsm8k": ("openai/gsm8k", "main", "train", "math"),
     "gsm8k-test": ("openai/gsm8k", "main", "test", "math"),
-    # trajectories that others have decoded
-    "trajectory_data_dream_32": ("d3LLM/trajectory_data_dream_32", None, "train", "math"),
-    "trajectory_data_llada_32": ("d3LLM/trajectory_data_llada_32", None, "train", "math"),
 }
 
 
@@ -111,8 +109,6 @@ def parse_line(place: str, line: str) -> dict:
 
 def read_lines(path: str):
     """(place, object) for each line of a JSONL file; blank lines, a byte-order mark and CR LF are accepted."""
-    if not os.path.isfile(path):
-        stop(f"{path}: no such file; give a .jsonl or .parquet file, or one of {', '.join(SOURCES)}")
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             place = f"{path}:{number}"
@@ -124,26 +120,36 @@ def read_lines(path: str):
                 yield place, parse_line(place, text)
 
 
-def read_rows(source: str):
+def read_parquet(path: str):
+    from pyarrow.parquet import ParquetFile
+    for batch in ParquetFile(path).iter_batches(1000):
+        yield from batch.to_pylist()
+
+
+def stream_hub(source: str, hub_id: str, config: str | None, split: str):
+    if not find_spec("datasets"):
+        stop(f"{source}: needs a package: pip install datasets; or give a .jsonl file")
+    from datasets import load_dataset
+    try:
+        return load_dataset(hub_id, config, split=split, streaming=True)
+    except Exception as e:
+        stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); check the network, or give a .jsonl file")
+
+
+def read_rows(source: str, named: dict = SOURCES):
     """(place, row) of a JSONL file, a parquet file or a named data set; large ones stream."""
     name = source.lower().rpartition("/")[2]
-    if source.endswith(".parquet") and os.path.isfile(source):
-        from pyarrow.parquet import ParquetFile
-        kind = None
-        batches = ParquetFile(source).iter_batches(1000)
-        rows = (row for batch in batches for row in batch.to_pylist())
-    elif name in SOURCES and not os.path.exists(source):
-        hub_id, config, split, kind = SOURCES[name]
-        if not importlib.util.find_spec("datasets"):
-            stop(f"{source}: needs a package: pip install datasets; or give a .jsonl file")
-        from datasets import load_dataset
-        try:
-            rows = load_dataset(hub_id, config, split=split, streaming=True)
-        except Exception as e:
-            stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); check the network, or give a .jsonl file")
-    else:
+    kind = None
+    if os.path.isfile(source) and not source.endswith(".parquet"):
         yield from read_lines(source)
         return
+    if os.path.isfile(source):
+        rows = read_parquet(source)
+    elif name in named and not os.path.exists(source):
+        *where, kind = named[name]
+        rows = stream_hub(source, *where)
+    else:
+        stop(f"{source}: no such file; give a .jsonl or .parquet file, or one of {', '.join(named)}")
     for number, row in enumerate(rows, 1):
         yield f"{source}: row {number}", {"kind": kind, **row}
 
@@ -157,10 +163,11 @@ def shorten(value) -> str:
 def read_text(place: str, row: dict, *names) -> str | None:
     """The first of these fields that the row has, which must hold text."""
     for name in names:
-        if row.get(name) is not None:
-            if not isinstance(row[name], str):
-                stop(f"{place}: {name} is {shorten(row[name])}, not text; correct or delete the line")
-            return row[name]
+        text = row.get(name)
+        if isinstance(text, str):
+            return text
+        if text is not None:
+            stop(f"{place}: {name} is {shorten(text)}, not text; correct or delete the line")
     return None
 
 
@@ -169,10 +176,11 @@ def read_messages(place: str, turns) -> list[dict]:
     roles = {"human": "user", "gpt": "assistant"}
     messages = []
     for turn in turns if isinstance(turns, list) else []:
-        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            stop(f"{place}: messages holds {shorten(turn)}, not a role and its content; correct or delete the line")
-        messages.append({"role": roles.get(role.lower(), role.lower()), "content": content})
+        match turn:
+            case {"role": str(role), "content": str(content)}:
+                messages.append({"role": roles.get(role.lower(), role.lower()), "content": content})
+            case _:
+                stop(f"{place}: messages holds {shorten(turn)}, not a role and its content; correct or delete the line")
     return messages
 
 
@@ -180,23 +188,22 @@ def read_item(place: str, row: dict) -> dict:
     """A row in any of the usual forms as {id, prompt, messages, answer, response, kind}."""
     prompt = read_text(place, row, "prompt", "question", "instruction")
     response = read_text(place, row, "response", "output", "gen_text", "target")
-    if prompt is not None and "instruction" in row and row.get("input"):
+    if row.get("instruction") is not None and row.get("input"):
         prompt += "\n" + read_text(place, row, "input")
-    messages = [{"role": "user", "content": prompt}]
-    if prompt is None:
+    if prompt is not None:
+        messages = [{"role": "user", "content": prompt}]
+    else:
         messages = read_messages(place, row.get("messages"))
         if messages and messages[-1]["role"] == "assistant":
-            response = response or messages[-1]["content"]
-            messages = messages[:-1]
+            last = messages.pop()
+            response = response or last["content"]
         for message in messages:
             if message["role"] == "user":
                 prompt = message["content"]
     if not prompt or not prompt.strip():
         stop(f"{place}: has no prompt; name it prompt, question, instruction or messages")
-
-    answer = row.get("answer")
-    if isinstance(answer, str) and "####" in answer:     # GSM8K's answers are whole solutions
-        response = response or answer
+    if not response and "####" in str(row.get("answer")):    # GSM8K's answers are whole solutions
+        response = row["answer"]
     return {"id": row.get("id"), "prompt": prompt, "messages": messages, "response": response,
             "answer": read_answer(place, row), "kind": row.get("kind"), "place": place}
 
@@ -204,36 +211,38 @@ def read_item(place: str, row: dict) -> dict:
 def read_answer(place: str, row: dict) -> str | None:
     """The gold answer, if the row has one."""
     answer = row.get("answer")
+    if answer is None and isinstance(row.get("target"), str) and row.get("kind") != "code":
+        answer = final_answer(row["target"])
+    if answer is None:
+        return None
     if isinstance(answer, (dict, list)):
         stop(f"{place}: answer is {shorten(answer)}, not text or a number; correct or delete the line")
-    if isinstance(answer, str) and "####" in answer:     # GSM8K: the worked solution, then #### and the number
-        return answer.rpartition("####")[2].strip()
-    if answer is None and isinstance(row.get("target"), str) and row.get("kind") != "code":
-        return final_answer(row["target"])
-    return None if answer is None else str(answer)
+    return str(answer).rpartition("####")[2].strip()     # GSM8K: the worked solution, then #### and the number
+
+
+def check_verifier(place: str, answer: str | None, kind: str | None):
+    """Without math-verify every answer in LaTeX would be judged wrong."""
+    if answer and kind != "code" and re.search(r"[\\^]", answer) and not find_spec("math_verify"):
+        stop(f"{place}: the answer {answer[:40]!r} is LaTeX and needs a package: pip install math-verify")
 
 
 def read_prompts(source: str, limit: int = 0) -> list[dict]:
     """All prompts of a source, or the first `limit`. Their ids differ: decode.py skips what is done by id."""
     items, given = [], set()
-    for number, (place, row) in enumerate(read_rows(source)):
-        if limit and number >= limit:
-            break
+    for place, row in islice(read_rows(source), limit or None):
         item = read_item(place, row)
         if item["id"] is not None:
             if str(item["id"]) in given:
                 stop(f"{place}: id {item['id']!r} appears twice; every prompt needs an id of its own")
             given.add(str(item["id"]))
-        latex = item["kind"] != "code" and re.search(r"[\\^]", item["answer"] or "")
-        if latex and not importlib.util.find_spec("math_verify"):
-            stop(f"{place}: the answer {item['answer'][:40]!r} is LaTeX and needs a package: pip install math-verify")
+        check_verifier(place, item["answer"], item["kind"])
         items.append(item)
+    if not items:
+        stop(f"{source}: is empty; it needs one prompt per line")
     # a row without an id is known by its number, unless another row has that as its id
     for number, item in enumerate(items):
         if item["id"] is None:
             item["id"] = f"row-{number}" if str(number) in given else number
-    if not items:
-        stop(f"{source}: is empty; it needs one prompt per line")
     return items
 
 
@@ -252,68 +261,30 @@ def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
 # -----------------------------------------------------------------------------
 # records: a field is checked where something would be silently wrong without
 
-def int_list(place: str, record: dict, field: str, low: int, high: int) -> np.ndarray:
-    """A field that holds whole numbers in low .. high - 1."""
-    values = record.get(field)
+def read_numbers(place: str, row: dict, field: str, allowed: range | None = None, length: int | None = None):
+    """A field with a list of whole numbers, of which a range is allowed; without one, of finite numbers and nulls."""
+    values = row.get(field)
     if not isinstance(values, list) or not values:
         stop(f"{place}: {field} is {shorten(values)}, not a list of numbers; write the record again with decode.py")
+    if length and len(values) != length:
+        stop(f"{place}: {field} has {len(values)} entries, the response {length} tokens; re-run decode.py")
     for value in values:
-        if type(value) is not int or not low <= value < high:
-            stop(f"{place}: {field} holds {value!r}, which is not in {low}..{high - 1}; pass the --model of the "
-                 f"trajectories, or write the record again with decode.py")
-    return np.array(values)
+        if allowed:
+            valid = type(value) is int and value in allowed
+        else:
+            valid = value is None or (type(value) in (int, float) and math.isfinite(value))
+        if not valid:
+            stop(f"{place}: {field} holds {shorten(value)}, it takes {allowed or 'finite numbers'}; pass the --model "
+                 f"of the trajectories, or write the record again with decode.py")
+    return np.array(values, int if allowed else np.float32)      # null becomes nan
 
 
-def float_list(place: str, record: dict, field: str, N: int) -> np.ndarray:
-    """A field with one number for each token; null, or no such field, is nan: not known is not zero."""
-    values = record.get(field, [None] * N)
-    if not isinstance(values, list) or len(values) != N:
-        stop(f"{place}: {field} is {shorten(values)}, not one number for each of the {N} tokens; re-run decode.py")
-    for value in values:
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            stop(f"{place}: {field} holds {shorten(value)}, not a number; re-run decode.py")
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float32)
-
-
-def read_steps(place: str, record: dict, ids: np.ndarray, mask_id: int) -> np.ndarray:
-    """The step of each token, checked to fit the tokens. A record without an order is decoded all at once."""
-    if "decoding_order" not in record:
-        return np.where(ids == mask_id, -1, 0)
-    step = int_list(place, record, "decoding_order", -1, len(ids))
-    if len(step) != len(ids):
-        stop(f"{place}: decoding_order has {len(step)} entries, the response {len(ids)} tokens; re-run decode.py")
-    wrong = np.flatnonzero((ids == mask_id) != (step < 0))
-    if len(wrong):
-        i = wrong[0]
-        stop(f"{place}: position {i} holds token {ids[i]}, decoded at step {step[i]}; the mask token {mask_id} belongs "
-             f"exactly where the step is -1: pass the --model of the trajectories, or re-run decode.py")
-    return step
-
-
-def from_states(place: str, row: dict, mask_id: int) -> dict:
-    """
-    A row of d3LLM's data sets as a record of ours. Its trajectory is a list of states, the whole sequence after each
-    step; a position was decoded at the first state in which it is not masked.
-    """
-    prompt, states = row.get("prompt_ids"), row["trajectory"]
-    if not isinstance(prompt, list) or not isinstance(states, list):
-        stop(f"{place}: prompt_ids or trajectory is no list; leave the row out")
-    for n, state in enumerate(states):
-        if not isinstance(state, list) or len(state) != len(states[0]) or state[:len(prompt)] != prompt:
-            stop(f"{place}: state {n} is not the prompt and as many tokens as in state 0; leave the row out")
-    tokens = np.array(states)[:, len(prompt):]                                  # (states, N)
-    changed = (tokens[:-1] != mask_id) & (tokens[1:] != tokens[:-1])
-    if changed.any():
-        n, i = np.argwhere(changed)[0]
-        stop(f"{place}: position {i} holds {tokens[n, i]} in state {n} and {tokens[n + 1, i]} in the next; a decoded "
-             f"token must stay: leave the row out")
-    decoded = tokens[-1] != mask_id
-    first = (tokens != mask_id).argmax(0)                                       # (N,)
-    # the list may begin with an empty canvas: count the steps that decoded something
-    step = np.where(decoded, np.searchsorted(np.unique(first[decoded]), first), -1)
-    # without its is_correct, which is true for all: the answer is judged here
-    return {"id": row.get("idx"), "prompt_token_ids": prompt, "response_token_ids": tokens[-1].tolist(),
-            "decoding_order": step.tolist(), "answer": row.get("gt_answer"), "kind": "math"}
+def model_info(row: dict) -> dict:
+    """What decode.py wrote about the model; {} for records that decode.py did not write."""
+    match row.get("model"):
+        case {"name": str(), "mask_id": int(), "vocab_size": int()} as model:
+            return model
+    return {}
 
 
 def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
@@ -321,68 +292,66 @@ def encode_reference(place: str, row: dict, tok, length: int) -> np.ndarray:
     response = read_item(place, row)["response"]
     if not response:
         stop(f"{place}: has no response; correct or delete the line")
-    ids = tok(response, add_special_tokens=False)["input_ids"] + tok.end_ids[1:] + tok.end_ids[:1]
-    return np.array(ids + tok.end_ids[:1] * (length - len(ids)))[:length]
+    ids = tok(response, add_special_tokens=False)["input_ids"]
+    return np.array(ids + tok.end_ids[1:] + tok.end_ids[:1] * length)[:length]
 
 
-def model_info(row: dict) -> dict:
-    """What decode.py wrote about the model; {} for records that decode.py did not write."""
-    model = row.get("model")
-    if isinstance(model, dict) and isinstance(model.get("name"), str):
-        if type(model.get("mask_id")) is int and type(model.get("vocab_size")) is int:
-            return model
-    return {}
+def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajectory:
+    """A record of ours or of the authors', or a prompt with a reference answer (sft)."""
+    info = model_info(row)
+    if info and (info["mask_id"], info["vocab_size"]) != (config.mask_id, config.vocab):
+        stop(f"{place}: decoded by {info['name']} (mask {info['mask_id']}, vocabulary {info['vocab_size']}), but "
+             f"{config.name} has others; pass the --model that decoded it")
 
-
-def read_trajectory(place: str, row: dict, number: int, config, tok, length: int = 256) -> Trajectory:
-    """A record of ours, of the authors' or of d3LLM's, or a prompt with a reference answer (sft)."""
-    row = {key: value for key, value in row.items() if value is not None}        # parquet fills up with nulls
-    if "trajectory" in row:                              # another format is another function like this one
-        row = from_states(place, row, config.mask_id)
-    model = model_info(row)
-    if model and (model["mask_id"], model["vocab_size"]) != (config.mask_id, config.vocab):
-        stop(f"{place}: decoded by {model['name']} (mask {model['mask_id']}, vocabulary {model['vocab_size']}), but "
-             f"{config.name} has mask {config.mask_id}, vocabulary {config.vocab}; pass the --model that decoded it")
     # tokens
     if "response_token_ids" in row or "decoding_order" in row:
-        response = int_list(place, row, "response_token_ids", 0, config.vocab)
+        response = read_numbers(place, row, "response_token_ids", range(config.vocab))
     else:
         response = encode_reference(place, row, tok, length)
     if "prompt_token_ids" in row:
-        prompt = int_list(place, row, "prompt_token_ids", 0, config.vocab)
+        prompt = read_numbers(place, row, "prompt_token_ids", range(config.vocab))
     else:
         prompt = np.array(prompt_ids(tok, read_item(place, row)))
     N = len(response)
     if len(prompt) + N > config.positions:
         stop(f"{place}: {len(prompt)} + {N} tokens, the model has {config.positions} positions; delete the line")
-    # how they were decoded
-    traj = Trajectory(row.get("id", number), prompt, response, read_steps(place, row, response, config.mask_id),
-                      float_list(place, row, "entropy", N), float_list(place, row, "confidence", N))
+
+    # how they were decoded; a record without an order counts as decoded all at once
+    if "decoding_order" in row:
+        step = read_numbers(place, row, "decoding_order", range(-1, N), N)
+    else:
+        step = np.where(response == config.mask_id, -1, 0)
+    for i in np.flatnonzero((response == config.mask_id) != (step < 0)):
+        stop(f"{place}: position {i} holds token {response[i]}, decoded at step {step[i]}; the mask token "
+             f"{config.mask_id} belongs exactly where the step is -1: pass the --model of the trajectories, or re-run "
+             f"decode.py")
+    row = {"entropy": [None] * N, "confidence": [None] * N} | row        # not known is not zero
+    traj = Trajectory(row["id"], prompt, response, step, read_numbers(place, row, "entropy", length=N),
+                      read_numbers(place, row, "confidence", length=N))
     if isinstance(row.get("decode"), dict):
         traj.block = row["decode"].get("block")
-    if "non_ltr_positions" in row:                       # the authors' files; the list may be empty
-        given = row["non_ltr_positions"]
-        traj.non_ltr = np.arange(0) if given == [] else int_list(place, row, "non_ltr_positions", 0, N)
-    # with another tokenizer the same ids are other words
+    if row.get("non_ltr_positions") == []:
+        traj.non_ltr = np.arange(0)
+    elif "non_ltr_positions" in row:                     # the authors' files
+        traj.non_ltr = read_numbers(place, row, "non_ltr_positions", range(N))
+
+    # what they say: with another tokenizer the same ids are other words
     finished = first_end(traj, tok.end_ids) is not None
     traj.text = text_of(traj, tok)
-    if model and finished and isinstance(row.get("response"), str) and traj.text != row["response"]:
+    if info and finished and row.get("response", traj.text) != traj.text:
         stop(f"{place}: its tokens read {traj.text[:40]!r} with the tokenizer of {config.name}, its response is "
-             f"{row['response'][:40]!r}; pass the --model of the trajectories")
-    # a record with an answer and no verdict, or null, is judged here
-    traj.correct = row.get("correct")
-    if type(traj.correct) not in (bool, type(None)):
-        stop(f"{place}: correct is {shorten(traj.correct)}, not true, false or null; correct the line")
-    if "correct" not in row and "decoding_order" in row:
-        traj.correct = judge(traj.text, finished, read_answer(place, row), row.get("kind"))
+             f"{shorten(row['response'])}; pass the --model of the trajectories")
+
+    # and whether it is right; a record with an answer and no verdict is judged here
+    if "correct" in row:
+        traj.correct = row["correct"]
+        if not isinstance(traj.correct, bool):
+            stop(f"{place}: correct is {shorten(traj.correct)}, not true, false or null; correct the line")
+    elif "decoding_order" in row:
+        answer = read_answer(place, row)
+        check_verifier(place, answer, row.get("kind"))
+        traj.correct = judge(traj.text, finished, answer, row.get("kind"))
     return traj
-
-
-def why_not(traj: Trajectory, tok) -> str | None:
-    """Why the paper would not train on it."""
-    if first_end(traj, tok.end_ids) is None:
-        return "without an end token"
-    return "judged wrong" if traj.correct is False else None
 
 
 def load_trajectories(source: str, config, tok, everything=False, decoded_by=None, limit=0, length=256, tail="keep",
@@ -392,24 +361,27 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
     length: of reference answers; tail "drop": no targets after the first end; ordered: each must know its order.
     """
     trajs, left_out, names = [], Counter(), set()
-    for number, (place, row) in enumerate(read_rows(source)):
-        if limit and number >= limit:
-            break
+    for number, (place, row) in enumerate(islice(read_rows(source), limit or None)):
         if decoded_by and row.get("method") not in decoded_by:
             left_out["not --decoded-by these"] += 1
             continue
-        if ordered and row.get("decoding_order") is None and row.get("trajectory") is None:
+        # parquet fills up with nulls: what is null is not there
+        row = {"id": number} | {key: value for key, value in row.items() if value is not None}
+        if ordered and "decoding_order" not in row:
             stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
                  f"decode.py, or use --method sft")
-        traj = read_trajectory(place, row, number, config, tok, length)
+        traj = read_trajectory(place, row, config, tok, length)
+        end = first_end(traj, tok.end_ids)
         if tail == "drop":                               # paper silent on the tail; study/departures.md
-            traj.last = first_end(traj, tok.end_ids)
-        reference = not row.get("response_token_ids") and not row.get("trajectory")
-        reason = None if everything or reference else why_not(traj, tok)
-        if reason is None and len(traj.order) < 2:
-            reason = "shorter than 2 tokens"
-        if reason:
-            left_out[reason] += 1
+            traj.last = end
+        # the paper trains on finished and right answers; reference answers may be cut at the length
+        must_be_valid = not everything and "response_token_ids" in row
+        if must_be_valid and end is None:
+            left_out["without an end token"] += 1
+        elif must_be_valid and traj.correct is False:
+            left_out["judged wrong"] += 1
+        elif len(traj.order) < 2:
+            left_out["shorter than 2 tokens"] += 1
         else:
             trajs.append(traj)
             names.add(model_info(row).get("name", config.name))
@@ -418,7 +390,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
         stop(f"{source}: no record to train on ({reasons or 'it is empty'}); decode more prompts, or use --all "
              f"to keep unfinished and wrong ones")
     if os.environ.get("RANK", "0") == "0":
-        print(f"{source}: {len(trajs)} records" + (f", left out: {reasons}" if reasons else ""), flush=True)
+        print(f"{source}: {len(trajs)} records, left out: {reasons or 'none'}", flush=True)
         for other in sorted(names - {config.name}):
             print(f"warning: {source} was decoded by {other}, but {config.name} is trained", flush=True)
     return trajs
@@ -435,11 +407,10 @@ def data_checksum(trajs) -> int:
 
 def model_of(source: str) -> str:
     """The model that the first record of a trajectory file names."""
-    for _, row in read_rows(source):
-        if model_info(row):
-            return model_info(row)["name"]
-        break
-    stop(f"{source}: names no model; pass --model")
+    _, row = next(read_rows(source), (source, {}))
+    if not model_info(row):
+        stop(f"{source}: names no model; pass --model")
+    return model_info(row)["name"]
 
 # -----------------------------------------------------------------------------
 # the verifier
@@ -449,24 +420,20 @@ NUMBER = r"(?<!\d)-?\d[\d,]*(?:\.\d+)?"
 
 def boxed(text: str) -> str | None:
     """What the last \\boxed{...} holds, braces inside included."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    _, found, rest = text.rpartition("\\boxed{")
+    if not found:
         return None
-    depth = 0
-    for i in range(start + 6, len(text)):
-        if text[i] == "{":
-            depth += 1
-        if text[i] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[start + 7:i].strip()
+    for i, character in enumerate(rest):
+        if character == "}" and rest[:i].count("{") == rest[:i].count("}"):
+            return rest[:i].strip()
     return None
 
 
 def final_answer(text: str) -> str | None:
     """\\boxed{x}, else what follows ####, else "the answer is", else the last number."""
-    if boxed(text) is not None:
-        return boxed(text)
+    answer = boxed(text)
+    if answer is not None:
+        return answer
     for pattern in (r"####\s*([^\n#]+)", r"(?i)answer\s+is:?\s*([^\n]+?)(?:\.(?!\d)|\n|$)", NUMBER):
         found = re.findall(pattern, text)
         if found:
@@ -476,11 +443,9 @@ def final_answer(text: str) -> str | None:
 
 def to_number(text: str) -> float | None:
     text = re.sub(r"[\s$%,]|\\[$%!,]", "", text).rstrip(".")
-    fraction = re.fullmatch(r"(-?\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", text)
+    above, slash, below = text.partition("/")
     try:
-        if fraction:
-            return float(fraction[1]) / float(fraction[2])
-        return float(text)
+        return float(above) / float(below) if slash else float(text)
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -489,16 +454,16 @@ def same_answer(got: str, gold: str) -> bool:
     if got.strip() == gold.strip():
         return True
     x, y = to_number(got), to_number(gold)
-    if x is None and y is not None and "\\" not in got:  # "18 dollars", "**5** because": its first number
-        found = re.findall(NUMBER, got)
-        x = to_number(found[0]) if found else None
+    number = re.search(NUMBER, got)
+    if x is None and y is not None and number and "\\" not in got:
+        x = to_number(number[0])                         # "18 dollars", "**5** because": its first number
     if x is not None and y is not None:
         return math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9)
     # LaTeX, with math-verify's LaTeX grammar only: its other one evaluates text
     try:
         from math_verify import LatexExtractionConfig, parse, verify
-        parsed = [parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()]) for text in (gold, got)]
-        return bool(parsed[0] and parsed[1] and verify(*parsed))
+        x, y = [parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()]) for text in (got, gold)]
+        return verify(y, x)
     except Exception:                                    # what a parser cannot take is a wrong answer
         return False
 
@@ -521,9 +486,7 @@ def judge(text: str, finished: bool, answer: str | None, kind: str | None) -> bo
     """True, False, or None where there is nothing to judge by."""
     if not finished:
         return False
-    if answer is not None:
-        got = final_answer(text)
-        return got is not None and same_answer(got, str(answer))
-    if kind == "code":
-        return code_parses(text)
-    return None
+    if answer is None:
+        return code_parses(text) if kind == "code" else None
+    got = final_answer(text)
+    return got is not None and same_answer(got, answer)

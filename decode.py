@@ -82,6 +82,11 @@ def decoding_flags():
     return parser
 
 
+def decoding_settings(args) -> dict:
+    """These flags, by name."""
+    return {name: getattr(args, name) for name in vars(decoding_flags().parse_args([]))}
+
+
 def flags():
     parser = Parser(__doc__, parents=[decoding_flags()])
     flag = parser.add_argument
@@ -100,7 +105,7 @@ def flags():
 
 def make_settings(args, config, end_ids) -> Namespace:
     """The decoding flags, completed by the model's own decoder. Contradictory flags are refused."""
-    s = Namespace(**{name: getattr(args, name) for name in vars(decoding_flags().parse_args([]))})
+    s = Namespace(**decoding_settings(args))
     own = OWN_DECODER.get(config.model_type, LLADA)
     # Dream's own schedule has neither blocks nor a fixed number of tokens per step
     if s.schedule is None and (s.block or s.tokens_per_step or s.threshold is not None):
@@ -149,24 +154,25 @@ def schedule(s) -> list[int]:
         return counts
     # every block is spent before the next one starts
     blocks = s.length // s.block
-    # a fixed number per step; the last step of a block takes what is left
-    if s.tokens_per_step:
-        full, rest = divmod(s.block, s.tokens_per_step)
-        counts = [s.tokens_per_step] * full + [rest] * (rest > 0)
-    else:
-        # as LLaDA: evenly, and the remainder goes to the first steps, one token each
-        steps = s.steps // blocks
+    steps = s.steps // blocks
+    if s.tokens_per_step:                                # the last step of a block takes what is left
+        counts = [s.tokens_per_step] * (steps - 1)
+        counts.append(s.block - sum(counts))
+    else:                                                # as LLaDA: the remainder goes to the first steps, one each
         counts = [s.block // steps + (i < s.block % steps) for i in range(steps)]
     return counts * blocks
 
 # -----------------------------------------------------------------------------
 # one step of one row: which token, and which position first
 
+NEVER = -1e30                   # a logit of probability 0; with -inf, an entropy would be nan
+
+
 def without(z, tokens):
     """A copy in which these tokens have no probability."""
     z = z.clone()
     for token in tokens:
-        z[:, token] = -torch.inf
+        z[:, token] = NEVER
     return z
 
 
@@ -191,20 +197,18 @@ def filter_logits(z, s):
                 break
         # the token that crosses top_p is kept
         before = F.pad(top_probs.cumsum(-1)[:, :-1], (1, 0))
-        z = top.masked_fill(before > s.top_p, -torch.inf)
+        z = top.masked_fill(before > s.top_p, NEVER)
     # the k-th largest and all that equal it
     if s.top_k:
-        z = z.masked_fill(z < z.topk(min(s.top_k, z.shape[-1])).values[:, -1:], -torch.inf)
+        z = z.masked_fill(z < z.topk(min(s.top_k, z.shape[-1])).values[:, -1:], NEVER)
     return z, index
 
 
 def draw_tokens(logp, s, rng):
     """(n, V) log-probabilities -> tokens (n,) and their probability (n,). The mask token is never drawn."""
-    banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     # taken out and put back, instead of a copy of n x V
-    taken = {id: logp[:, id].clone() for id in banned}
-    for id in banned:
-        logp[:, id] = -torch.inf
+    mask = logp[:, s.mask_id].clone()
+    logp[:, s.mask_id] = NEVER
     if s.temperature == 0 or s.greedy:
         token = logp.argmax(-1)
     else:
@@ -217,8 +221,7 @@ def draw_tokens(logp, s, rng):
         token = (z.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
         if index is not None:
             token = index.gather(-1, token[:, None])[:, 0]
-    for id, column in taken.items():
-        logp[:, id] = column
+    logp[:, s.mask_id] = mask
     return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
@@ -229,20 +232,19 @@ def score_positions(z, h, token, confidence, s, rng):
     """
     if s.score == "random":
         return torch.rand(len(z), generator=rng, device=z.device)
+    # LLaDA's option confidence_eos_eot_inf: positions that end the text come last
+    if s.suppress_eos == "confidence":
+        z = without(z, s.end_ids)
     # LLaDA scores the model's own distribution, and that is known by now
-    if s.ties == "entropy" and not s.score_filtered and not s.suppress_eos:
+    elif s.ties == "entropy" and not s.score_filtered:
         if s.score == "entropy":
             return h
         if s.score == "confidence":
             return -confidence
-    # LLaDA's options logits_eos_inf and confidence_eos_eot_inf: positions that end the text come last
-    if s.suppress_eos:
-        z = without(z, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
     # Dream scores the distribution that it samples from
     z, index = filter_logits(z, s) if s.score_filtered else (z, None)
     if s.score == "entropy" and s.ties == "entropy":
-        # 0 * -inf would be nan
-        return entropy(z.log_softmax(-1).clamp(min=-1e30))
+        return entropy(z.log_softmax(-1))
     p = z.softmax(-1)
     if s.score == "entropy":
         # Dream's formula; in log-space, entropies that it rounds to 0 would differ
@@ -260,6 +262,8 @@ def choose(logits, k, s, rng):
     One step of one row. logits (n, V): at its masked positions; k: how many to unmask, None = by --threshold.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
+    if s.suppress_eos == "logits":                       # LLaDA's option logits_eos_inf
+        logits = without(logits, s.end_ids[:1])
     logp = F.log_softmax(logits, -1, dtype=torch.float32)                                       # (n, V)
     h = entropy(logp)                                                                        # (n,)
     # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow
@@ -277,7 +281,6 @@ def choose(logits, k, s, rng):
     if s.threshold is not None:
         certain = order[confidence[order] > s.threshold]
         where = certain if len(certain) else order[:1]
-    # their tokens
     if token is None:
         token, confidence = draw_tokens(logp[where], s, rng)
     else:
@@ -312,13 +315,12 @@ def next_step(traj, counts: list[int]):
 def pack(live, s, device):
     """ids, attend (B, T) and pos (B, n) for the model; each row's masked positions in its first unfinished block."""
     ids, attend = left_pad([np.concatenate([traj.prompt, traj.response]) for traj in live])
-    T = ids.shape[1]
     masked = []
     for traj in live:
         todo = np.flatnonzero(~traj.decoded)
         masked.append(todo[todo // s.block == todo[0] // s.block])
-    # a row with fewer masks than others asks for the last position, and ignores the answer
-    pos = right_pad([T - s.length + m for m in masked], fill=T - 1)
+    # a row with fewer masks than others asks for its last position again, and ignores the answer
+    pos = ids.shape[1] - s.length + right_pad(masked, fill=s.length - 1)
     return [torch.from_numpy(x).to(device) for x in (ids, attend, pos)], masked
 
 
@@ -344,10 +346,9 @@ def decode(model, prompts, s, batch_size: int = 16):
         # each row by itself; the seed depends on the prompt and the step, not on the batch
         chosen = []
         for b, traj in enumerate(live):
-            n = len(masked[b])
             step, k = next_step(traj, counts)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
-            chosen.append((step, choose(logits[b, :n], k, s, rng)))
+            chosen.append((step, choose(logits[b, :len(masked[b])], k, s, rng)))
         del logits                                                                           # before the next forward
 
         # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
@@ -380,20 +381,19 @@ def decode_all(model, tok, config, items, s, batch_size, label) -> list[Trajecto
     for done, traj in enumerate(decode(model, mine, s, batch_size), 1):
         trajs[traj.id] = traj
         bar(done)
-    trajs = list(trajs.values())
     if world_size > 1:
-        # a sum over ranks, to which each adds zeros for what it has not decoded
-        others = {id for id, _ in prompts} - {id for id, _ in mine}
+        # a sum over ranks, to which each adds zeros for what others decode
+        ours = {id for id, _ in mine}
         for name in ("response", "step", "entropy", "confidence"):
-            table = np.stack([getattr(traj, name) for traj in trajs])                        # (items, N)
-            table[[traj.id in others for traj in trajs]] = 0
+            table = np.stack([getattr(traj, name) for traj in trajs.values()])               # (items, N)
+            table[[id not in ours for id in trajs]] = 0
             with naming_lost_ranks():
                 dist.all_reduce(torch.from_numpy(table))             # in place
-            for traj, row in zip(trajs, table, strict=True):
+            for traj, row in zip(trajs.values(), table, strict=True):
                 setattr(traj, name, row)
-    for traj, item in zip(trajs, items, strict=True):
+    for traj, item in zip(trajs.values(), items, strict=True):
         judge_answer(traj, item, tok)
-    return trajs
+    return list(trajs.values())
 
 # -----------------------------------------------------------------------------
 # records
@@ -415,8 +415,8 @@ def record_head(config, s, tok, dtype, adapter) -> dict:
     model = {"name": config.name, "mask_id": config.mask_id, "vocab_size": config.vocab, "end_ids": tok.end_ids}
     # the authors' loader knows LLaDA's own decoding as "default"
     method = "default" if (config.model_type, s.score) == ("llada", "confidence") else s.score
-    settings = {name: getattr(s, name) for name in vars(decoding_flags().parse_args([]))}
-    return {"method": method, "model": model, "decode": settings | {"adapter": adapter, "dtype": str(dtype)}}
+    return {"method": method, "model": model,
+            "decode": decoding_settings(s) | {"adapter": adapter, "dtype": str(dtype)}}
 
 
 def make_record(traj, item, head: dict) -> dict:

@@ -292,12 +292,14 @@ published() {                   # published DIR: 9 hours of measuring on 8 H100 
 }
 
 d3llm() {                       # from nothing to an adapter of Dream-7B on published trajectories, without decoding
-    local size launch
+    # DATA is another data set of d3LLM's form, or a file of such rows; with it goes MODEL, which decoded them
+    local d=$OUT/d3llm model=${MODEL:-Dream-org/Dream-v0-Instruct-7B} size launch
     size=$(batch 32)
     environment
     launch=$(launcher)
-    run $launch tabom.py --model ${MODEL:-Dream-org/Dream-v0-Instruct-7B} --resume $size \
-        --data ${DATA:-d3LLM/trajectory_data_dream_32} --limit ${LIMIT:-5000} --out "$OUT/d3llm" $TRAIN
+    run "$PYTHON" study/d3llm.py --model $model --data "${DATA:-d3LLM/trajectory_data_dream_32}" \
+        --limit ${LIMIT:-5000} --out "$d/traj.jsonl"
+    run $launch tabom.py --model $model --data "$d/traj.jsonl" --out "$d/tabom" --resume $size $TRAIN
 }
 
 # ----------------------------------------------------------------

@@ -472,11 +472,11 @@ def test_nucleus_of_a_large_vocabulary_equals_sorting_it_all(folders):
         z = torch.from_numpy(scale * rng.normal(size=(5, 300)))
         def filtered(z):
             values, index = decode.filter_logits(z, s)
-            return torch.full_like(z, -math.inf).scatter(-1, index, values)
+            return torch.full_like(z, decode.NEVER).scatter(-1, index, values)
         assert torch.equal(filtered(z[:3]), filtered(z)[:3])                     # few positions are sorted whole
         for row, got in zip(z / 0.5, filtered(z), strict=True):
             p, index = row.softmax(0).sort(descending=True)
-            want = torch.full_like(row, -math.inf)
+            want = torch.full_like(row, decode.NEVER)
             kept = index[p.cumsum(0) - p <= 0.9]
             want[kept] = row[kept]
             assert torch.equal(got, want)

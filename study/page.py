@@ -200,8 +200,8 @@ def rows_by_id(source: str) -> dict:
     """{id of the trajectory: (place, row)}; what a Trajectory leaves out is read from the row."""
     rows = {}
     for number, (place, row) in enumerate(read_rows(source)):
-        id = row.get("idx" if "trajectory" in row else "id")
-        if id is None and "trajectory" not in row:
+        id = row.get("id")
+        if id is None:
             id = number
         if str(id) in rows:
             stop(f"{place}: id {id!r} appears twice; every record needs an id of its own")

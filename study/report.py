@@ -6,6 +6,7 @@ $ python study/report.py study                          # study/report.md and th
 $ python study/report.py paper out/dream-math           # the paper's tables beside ours, and its figures
 $ python study/report.py curves RESULTS                 # tds.png and ce.png of a results folder
 """
+import contextlib
 import json
 import sys
 from math import sqrt
@@ -60,6 +61,7 @@ One base and one training seed: less than 4 points may be chance. The study of f
 # the study. Every measured value is a dictionary {base: value}, so that differences are paired; {} was not run
 
 RESULTS = Path("study/results")
+FIRST = RESULTS / "first"                                # of the first run, see protocol.md
 BASES, CHOSEN_ON = [1, 2, 3, 4], [2]
 RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
 GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual forms", "control": "more pretraining",
@@ -76,6 +78,8 @@ ERRORS = {3: 4.3, 4: 3.2}                                # by bases: Student's t
 KS = ["1", "2", "4", "8", "16"]
 SWAPS = {"own": "own tokens, own order", "adapter's tokens, base's order": "own tokens, base's order",
          "base's tokens, adapter's order": "base's tokens, own order"}
+DRAWN = {"greedy": "nothing (greedy)", "fixed-forms": "digits (fixed forms)", "fixed-digits": "words (fixed digits)",
+         "warm": "all, temperature 0.5", "sampled": "all, temperature 1 (sampled)"}
 ORDERS = {"": "own", "-ltr": "left to right", "-random": "random", "-reversed": "reversed"}
 
 
@@ -83,6 +87,17 @@ def results(seed: int) -> dict:
     """{folder: {name: what was measured}} of one base."""
     path = RESULTS / f"base{seed}.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+@contextlib.contextmanager
+def first_run():
+    """Inside, results are those of the first run."""
+    global RESULTS
+    second, RESULTS = RESULTS, FIRST
+    try:
+        yield
+    finally:
+        RESULTS = second
 
 
 def look_up(folder: str, name: str, *keys, scale=1.0) -> dict:
@@ -230,6 +245,13 @@ def claims(best: dict) -> list:
                   minus(gain(f"{source}-ce@1e-3", *PARALLEL), gain(f"{source}-ce{order}@1e-3", *PARALLEL)))
     claim("less ranking is better (sampled)", "lambda 0.25 - 1",
           minus(gain("sampled-lam-0.25@1e-3", *PARALLEL), gain("sampled-tabom@1e-3", *PARALLEL)))
+    for source in ("greedy", "sampled"):
+        claim("the paper's own entropies rank as well", f"{source}, TABOM: exact - one forward",
+              minus(gain(f"{source}-exact@1e-3", *PARALLEL), gain(f"{source}-tabom@1e-3", *PARALLEL)))
+    for half in ("fixed-forms", "fixed-digits"):
+        for other in ("greedy", "sampled"):
+            claim("drawing digits gains; drawing words gains", f"CE only: {DRAWN[half]} - {DRAWN[other]}",
+                  minus(gain(f"{half}-ce@1e-3", *PARALLEL), gain(f"{other}-ce@1e-3", *PARALLEL)))
     for k in (2, 4):
         orders = [swapped("greedy-ce@1e-3", part, k) for part in ("adapter's tokens, base's order", "own")]
         claim("greedy answers spoil the order", f"CE only's tokens at {k}: base's order - own order", minus(*orders))
@@ -356,8 +378,9 @@ def not_run(best: dict) -> str:
     return "\n".join(lines or ["Nothing."]) + "\n"
 
 
-def findings(best: dict) -> list:
+def findings() -> list:
     """Sentences written after the results; their figures and verdicts come from the results."""
+    best = select()
     name = {label: f"{label}@{rate}" for label, rate in best.items()}
     mean_gain = {label: gain(name[label], *SPEEDS) for label in best}
     ranking = {}
@@ -400,106 +423,163 @@ def findings(best: dict) -> list:
     ]
 
 
+def row(title, run, columns) -> list:
+    """One run in a table: points over the base."""
+    return [title, *(show(gain(run, column)) for column in columns)]
+
+
+def pair_of_methods(names: dict, columns) -> list:
+    """CE only, TABOM, and what ranking does; names: {"ce": run, "tabom": run}."""
+    ce, tabom = [[gain(names[method], column) for column in columns] for method in ("ce", "tabom")]
+    ranking = [minus(a, b) for a, b in zip(tabom, ce, strict=True)]
+    return [show(xs) for xs in [*ce, *tabom, *ranking]]
+
+
+PAIRS = [f"{what}, {k}" for what in ("CE only", "TABOM", "TABOM - CE only") for k in (2, 4)]
+RATE = "rate 1e-3, points over the base"
+
+
+def table_bases():
+    rows = []
+    for seed in BASES:
+        found = [values("base", column).get(seed) for column in PLACES]
+        rows.append([str(seed), *("not run" if x is None else f"{x:.1f}" for x in found)])
+    return "The bases, per cent right", ["seed", *PLACES], rows
+
+
+def table_gains():
+    rows = []
+    for label, rate in select().items():
+        name = f"{label}@{rate}"
+        title, *cells = row(GRID[label], name, PLACES)
+        rows.append([title, rate, *cells, show(minus(tds(name), tds("base")), 3)])
+    title = "Who gains, who forgets: each method at its selected rate, points over the base"
+    return title, ["method", "rate", *PLACES, "TDS over the base"], rows
+
+
+def table_rates():
+    rows = []
+    for label, title in GRID.items():
+        scores = [validation(f"{label}@{rate}") for rate in RATES]
+        rows.append([title, *(level(found) for found in scores)])
+    return "How the rates were selected: per cent right of validation prompts, base 2", ["method", *RATES], rows
+
+
+def table_orders():
+    rows = []
+    for source in ("greedy", "sampled"):
+        for order, title in ORDERS.items():
+            names = {method: f"{source}-{method}{order}@1e-3" for method in ("ce", "tabom")}
+            rows.append([source, title, *pair_of_methods(names, PARALLEL)])
+    return f"Which order: the same answers in another order, {RATE}", ["answers", "order", *PAIRS], rows
+
+
+def table_lambdas():
+    runs = {"0 (CE only)": "ce", "0.25": "lam-0.25", "1": "tabom", "2": "lam-2", "1, `exact`": "exact"}
+    rows = []
+    for source in ("greedy", "sampled"):
+        rows += [[source, *row(title, f"{source}-{run}@1e-3", PARALLEL)] for title, run in runs.items()]
+    return f"How much ranking, and by which entropies: lambda, {RATE}", ["answers", "lambda", *PARALLEL], rows
+
+
+def table_swap():
+    rows = []
+    for label in ("greedy-ce", "greedy-tabom"):
+        cells = [minus(swapped(f"{label}@1e-3", part, k), swapped("base", "own", k)) for part in SWAPS for k in (2, 4)]
+        rows.append([GRID[label], *(show(xs) for xs in cells)])
+    head = ["method", *(f"{title}, {k}" for title in SWAPS.values() for k in (2, 4))]
+    return f"The swap: whose tokens in whose order, {RATE}; own is the adapter's", head, rows
+
+
+def table_drawn():
+    rows = []
+    for source, title in DRAWN.items():
+        names = {method: f"{source}-{method}@1e-3" for method in ("ce", "tabom")}
+        rows.append([title, *pair_of_methods(names, PARALLEL)])
+    return f"What was drawn in the own answers, the rest being the most probable: {RATE}", ["drawn", *PAIRS], rows
+
+
+def table_rounds():
+    runs = {"CE only": "sampled-ce", "CE only, second round": "again-ce", "CE only, 600 steps": "sampled-ce-600",
+            "TABOM": "sampled-tabom", "TABOM, second round": "again-tabom", "TABOM, 600 steps": "sampled-tabom-600"}
+    rows = [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()]
+    return f"A second round, and longer training: sampled answers, {RATE}", ["run", *PARALLEL], rows
+
+
+def table_pass():
+    best = select()
+    rows = [["base, per cent", *(level(look_up_pass("base", k)) for k in KS)]]
+    for label in ("sampled-sft", "sampled-ce", "sampled-tabom"):
+        rows.append([GRID[label], *(show(pass_gain(f"{label}@{best.get(label)}", k)) for k in KS)])
+    title = "The knowledge boundary: pass@k at temperature 1 and 2 tokens per step, points over the base"
+    return title, ["k", *KS], rows
+
+
+def table_windows():
+    runs = {"W 4, gamma 0.2": "greedy-tabom", "W 2": "greedy-window-2", "W 8": "greedy-window-8",
+            "W all": "greedy-window-0", "gamma 0.1": "greedy-gamma-0.1", "gamma 0.3": "greedy-gamma-0.3"}
+    rows = [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()]
+    return f"Window and gamma: TABOM on greedy answers, {RATE}", ["run", *PARALLEL], rows
+
+
+def table_others():
+    runs = {"SFT-SD, temperature 0.5": "warm-sft", "dInfer, greedy": "greedy-dinfer", "T3D, greedy": "greedy-t3d"}
+    return f"Also, {RATE}", ["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()]
+
+
+def table_ce():
+    ratios = [f"0.{i}" for i in range(1, 10)]
+    title = "Own answers: cross-entropy of references (usual forms) minus own greedy answers, by mask ratio"
+    return title, ratios, [[show(ce_gap(ratio), 3) for ratio in ratios]]
+
+
+TABLES = [table_bases, table_gains, table_rates, table_orders, table_lambdas, table_swap, table_drawn, table_rounds,
+          table_pass, table_windows, table_others, table_ce]
+
+
+def rows_of_claims() -> list:
+    """Every claim with its difference in both runs; the second run's verdict, or else the first's."""
+    second = claims(select())
+    with first_run():
+        first = {(claimed, compared): xs for claimed, compared, xs, _, _ in claims(select())}
+    rows = []
+    for claimed, compared, xs, above, digits in second:
+        before = first.get((claimed, compared), {})
+        judged = verdict(xs, above)
+        if len(xs) < 2 and len(before) >= 2:
+            judged = f"{verdict(before, above)} (first run)"
+        rows.append([claimed, compared, show(xs, digits), judged, show(before, digits)])
+    return rows
+
+
 def study() -> str:
     """The text of report.md."""
-    best = select()
-    name = {label: f"{label}@{rate}" for label, rate in best.items()}
-    columns = [*SPEEDS, *WATCHED]
     text = ["""# The toy study: what was found
 
 A small model that answers about half of the long tasks is post-trained on its own decoding trajectories, and on what
 they are compared with. This is what it gained and forgot, over four base models from different seeds, by the rules of
 [protocol.md](protocol.md).
 """]
-    text += [f"{number}. {sentence}" for number, sentence in enumerate(findings(best), 1)]
+    text += [f"{number}. {sentence}" for number, sentence in enumerate(findings(), 1)]
     text += ["""
 ![Points over the base by data and method](gains.png)
 
 Figures are points of accuracy on test prompts: the mean over bases of paired differences ± its standard error over
 bases, with one training seed per base. Beyond chance is beyond 3.2 errors (4.3 where three bases were run). "2" and
-"4" are tokens per step; at the end of a response fewer may be left.
+"4" are tokens per step; at the end of a response fewer may be left. There were two runs (see the protocol): figures are
+of the second, with 500 test prompts, unless "first run" is said, which had 300.
 Made by `python study/report.py study` from study/results.
-
-## The bases, per cent right
 """]
-    rows = []
-    for seed in BASES:
-        found = [values("base", column).get(seed) for column in columns]
-        rows.append([str(seed), *("not run" if x is None else f"{x:.1f}" for x in found)])
-    text += [table(["seed", *columns], rows)]
-
-    def row(title, run, columns=columns):
-        return [title, *(show(gain(run, column)) for column in columns)]
-
-    rows = []
-    for label, rate in best.items():
-        title, *cells = row(GRID[label], name[label])
-        rows.append([title, rate, *cells, show(minus(tds(name[label]), tds("base")), 3)])
-    text += ["## Who gains, who forgets: each method at its selected rate, points over the base\n",
-             table(["method", "rate", *columns, "TDS over the base"], rows)]
-
-    rows = []
-    for label, title in GRID.items():
-        scores = [validation(f"{label}@{rate}") for rate in RATES]
-        rows.append([title, *(level(found) for found in scores)])
-    text += ["## How the rates were selected: per cent right of validation prompts, base 2\n",
-             table(["method", *RATES], rows)]
-
-    rows = []
-    for source in ("greedy", "sampled"):
-        for order, title in ORDERS.items():
-            runs = [f"{source}-{method}{order}@1e-3" for method in ("ce", "tabom")]
-            ce, tabom = [[gain(run, column) for column in PARALLEL] for run in runs]
-            ranking = [minus(a, b) for a, b in zip(tabom, ce, strict=True)]
-            rows.append([source, title, *(show(xs) for xs in [*ce, *tabom, *ranking])])
-    head = [f"{what}, {k}" for what in ("CE only", "TABOM", "TABOM - CE only") for k in (2, 4)]
-    text += ["## Which order: the same answers in another order, rate 1e-3, points over the base\n",
-             table(["answers", "order", *head], rows)]
-
-    rows = []
-    for source in ("greedy", "sampled"):
-        runs = {"0 (CE only)": "ce", "0.25": "lam-0.25", "1": "tabom", "2": "lam-2"}
-        rows += [[source, *row(title, f"{source}-{run}@1e-3", PARALLEL)] for title, run in runs.items()]
-    text += ["## How much ranking: lambda, rate 1e-3, points over the base\n",
-             table(["answers", "lambda", *PARALLEL], rows)]
-
-    rows = []
-    for label in ("greedy-ce", "greedy-tabom"):
-        cells = [minus(swapped(f"{label}@1e-3", part, k), swapped("base", "own", k)) for part in SWAPS for k in (2, 4)]
-        rows.append([GRID[label], *(show(xs) for xs in cells)])
-    text += ["## The swap: whose tokens in whose order, rate 1e-3, points over the base; own is the adapter's\n",
-             table(["method", *(f"{title}, {k}" for title in SWAPS.values() for k in (2, 4))], rows)]
-
-    runs = {"CE only": "sampled-ce", "CE only, second round": "again-ce", "CE only, 600 steps": "sampled-ce-600",
-            "TABOM": "sampled-tabom", "TABOM, second round": "again-tabom", "TABOM, 600 steps": "sampled-tabom-600"}
-    text += ["## A second round, and longer training: sampled answers, rate 1e-3, points over the base\n",
-             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
-
-    rows = [["base, per cent", *(level(look_up_pass("base", k)) for k in KS)]]
-    for label in ("sampled-sft", "sampled-ce", "sampled-tabom"):
-        rows.append([GRID[label], *(show(pass_gain(name.get(label, label), k)) for k in KS)])
-    text += ["## The knowledge boundary: pass@k at temperature 1 and 2 tokens per step, points over the base\n",
-             table(["k", *KS], rows)]
-
-    runs = {"W 4, gamma 0.2": "greedy-tabom", "W 2": "greedy-window-2", "W 8": "greedy-window-8",
-            "W all": "greedy-window-0", "gamma 0.1": "greedy-gamma-0.1", "gamma 0.3": "greedy-gamma-0.3"}
-    text += ["## Window and gamma: TABOM on greedy answers, rate 1e-3, points over the base\n",
-             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
-
-    runs = {"SFT-SD, temperature 0.5": "warm-sft", "CE only, temperature 0.5": "warm-ce",
-            "TABOM, temperature 0.5": "warm-tabom", "dInfer, greedy": "greedy-dinfer", "T3D, greedy": "greedy-t3d"}
-    text += ["## Also, rate 1e-3, points over the base\n",
-             table(["run", *PARALLEL], [row(title, f"{run}@1e-3", PARALLEL) for title, run in runs.items()])]
-
-    ratios = [f"0.{i}" for i in range(1, 10)]
-    text += ["## Own answers: cross-entropy of references (usual forms) minus own greedy answers, by mask ratio\n",
-             table(ratios, [[show(ce_gap(ratio), 3) for ratio in ratios]])]
-
-    rows = []
-    for claimed, compared, xs, above, digits in claims(best):
-        rows.append([claimed, compared, show(xs, digits), verdict(xs, above)])
-    text += ["## The claims of the protocol\n", table(["claim", "difference", "mean ± error", "verdict"], rows)]
-    text += ["## Not run, or not on all four bases\n", not_run(best)]
+    for make in TABLES:
+        title, head, rows = make()
+        if "±" not in str(rows) and make not in (table_bases, table_rates):
+            with first_run():
+                title, head, rows = make()
+            title += " (first run)"
+        text += [f"## {title}\n", table(head, rows)]
+    head = ["claim", "difference", "mean ± error", "verdict", "first run"]
+    text += ["## The claims of the protocol\n", table(head, rows_of_claims())]
+    text += ["## Not in the second run, or not on all four bases\n", not_run(select())]
     return "\n".join(text)
 
 # -----------------------------------------------------------------------------

@@ -93,19 +93,19 @@ def parts(best: dict) -> dict:
     exact = at("1e-3", "greedy-exact sampled-exact")
     halves = at("1e-3", "fixed-forms-ce fixed-forms-tabom fixed-digits-ce fixed-digits-tabom")
     return {"1a": [([], chosen(first), ALL)],
-            "3a": [([], orders["greedy"], LONG)],
             "3b": [([], orders["sampled"], LONG)],
-            "1b": [([], chosen(others), ALL)],
-            "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
-            "2c": [([], exact, LONG)],
             "2d": [(["fixed-forms", "fixed-digits"], halves, LONG)],
-            "5a": [(["again-ce", "again-tabom"], again, LONG)],
+            "2c": [([], exact, LONG)],
             "5b": [([], longer, LONG)],
+            "7": [(["warm"], at("1e-3", "warm-sft warm-ce warm-tabom"), LONG),
+                  ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)],
+            "1b": [([], chosen(others), ALL)],
+            "3a": [([], orders["greedy"], LONG)],
+            "2a": [([], at("1e-3", "greedy-ce greedy-tabom"), ["swap"])],
+            "5a": [(["again-ce", "again-tabom"], again, LONG)],
             "4": [([], chosen("sampled-sft sampled-ce sampled-tabom"), ["pass"])],
             "6a": [([], [], ["ce"])],
             "2b": [([], lams, LONG)],
-            "7": [(["warm"], at("1e-3", "warm-sft warm-ce warm-tabom"), LONG),
-                  ([], at("1e-3", "greedy-dinfer greedy-t3d"), LONG)],
             "6b": [([], windows, LONG)]}
 
 

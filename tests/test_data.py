@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+import d3llm
 import data
-import model as models
 import tabom
-from tests.tiny import HERE, both, good_record, ids_of, read_trajs, run_main, tokenizer, write_lines
+from tests.tiny import HERE, both, good_record, ids_of, read_trajs, run_main, states_row, tokenizer, write_lines
 
 TURNS = [dict(role="system", content="s"), dict(role="user", content="u"), dict(role="assistant", content="a"),
          dict(role="user", content="v")]
@@ -130,9 +130,9 @@ def test_the_order_falls_back_to_positions_where_entropies_are_not_known(folders
     (dict(decoding_order=[1, 0, 0, 1]), "decoded at step 1", "--model"),     # a mask where the order says decoded
     (dict(response_token_ids=[4, 5, 9, 3]), "position 3 holds token 3", "--model"),
     (dict(response_token_ids=[4, 5, 99, 3]), "holds 99", "--model"),
-    (dict(prompt_token_ids=[1, "2"]), "holds '2'", "decode.py"),
+    (dict(prompt_token_ids=[1, "2"]), 'holds "2"', "decode.py"),
     (dict(prompt_token_ids=[1] * 509), "509 + 4 tokens", "delete the line"),
-    (dict(entropy=[0.5, 0.2, 0.1]), "entropy is [0.5, 0.2, 0.1]", "decode.py"),
+    (dict(entropy=[0.5, 0.2, 0.1]), "entropy has 3 entries, the response 4 tokens", "decode.py"),
     (dict(entropy=[0.5, 0.2, math.nan, None]), "entropy holds NaN", "decode.py"),
     (dict(model=dict(name="other", mask_id=7, vocab_size=10)), "decoded by other (mask 7, vocabulary 10)", "--model"),
     (dict(correct="false"), 'correct is "false"', "true, false or null"),
@@ -145,15 +145,10 @@ def test_an_unsound_record_is_one_line_with_value_and_remedy(fields, value, reme
         read_trajs(folders["llada"], path, "--length 4")
 
 
-def states_row(folder, text="a=7", **fields) -> dict:
-    """A row as d3LLM publishes it: every state of a decoding, prompt included, here from right to left."""
-    config, tok = models.read_config(folder), tokenizer(folder)
-    prompt = tok("3+4", add_special_tokens=False)["input_ids"]
-    response = tok(text, add_special_tokens=False)["input_ids"] + tok.end_ids[:1]
-    states = [prompt + [config.mask_id] * (len(response) - n) + response[len(response) - n:]
-              for n in range(1, len(response) + 1)]
-    return dict(idx=5, question="3+4", prompt_ids=prompt, trajectory=states, final_output=states[-1],
-                generated_text=text, llm_answer="7", gt_answer="7", is_correct=True, nfe=len(states)) | fields
+def convert(folder, source, out, flags="") -> str:
+    """study/d3llm.py; returns the file that it wrote."""
+    run_main(d3llm, f"--model {folder} --data {source} --out {out} {flags}")
+    return str(out)
 
 
 @both
@@ -166,28 +161,33 @@ def test_d3llm_states_become_orders_and_answers_are_judged_anew(family, folders,
     rows = [states_row(folder), states_row(folder, "a=8", idx=6), empty]                 # the second one is wrong
     parquet.write_table(Table.from_pylist(rows), tmp_path / "t.parquet")
     for path in (write_lines(tmp_path / "t.jsonl", rows), str(tmp_path / "t.parquet")):
-        for traj in read_trajs(folder, path):
+        out = convert(folder, path, tmp_path / "new" / f"{path[-3:]}.jsonl")
+        for traj in read_trajs(folder, out):
             assert (traj.id, traj.step.tolist(), traj.order.tolist()) == (5, [3, 2, 1, 0], [3, 2, 1, 0])
             assert traj.prompt.tolist() == rows[0]["prompt_ids"]
             assert [*traj.prompt, *traj.response] == rows[0]["final_output"]
         assert "2 records, left out: 1 judged wrong" in capsys.readouterr().out
     # by its name it streams, and --limit ends the stream
     import datasets
-    read = []
+    read, name, out = [], "d3LLM/trajectory_data_dream_32", tmp_path / "named.jsonl"
 
-    def stream(name, config, split, streaming):
-        assert (name, streaming) == ("d3LLM/trajectory_data_dream_32", True)
+    def stream(hub_id, config, split, streaming):
+        assert (hub_id, streaming) == (name, True)
         for row in rows:
             read.append(row["idx"])
             yield row
     monkeypatch.setattr(datasets, "load_dataset", stream)
-    assert len(read_trajs(folder, "d3LLM/trajectory_data_dream_32", "--limit 1")) == 1 and len(read) <= 2
-    # without a network
+    assert len(read_trajs(folder, convert(folder, name, out, "--limit 1"))) == 1 and len(read) == 1
+    # without a network: what is finished stays, and is not taken for something else
     def offline(*_, **__):
         raise ConnectionError
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with refused("d3LLM/trajectory_data_dream_32", "ConnectionError", "check the network"):
-        read_trajs(folder, "d3LLM/trajectory_data_dream_32")
+    assert len(read_trajs(folder, convert(folder, name, out, "--limit 1"))) == 1
+    with refused(f"{out}:1: was written with limit 1, now it is 2", "give another --out"):
+        convert(folder, name, out, "--limit 2")
+    with refused(name, "ConnectionError", "check the network"):
+        convert(folder, name, tmp_path / "other.jsonl")
+    assert not (tmp_path / "other.jsonl").exists()
 
 
 @pytest.mark.parametrize("place, token, words", [((3, 4), 3, "position 1 holds"), ((3, 6), None, "position 3 holds"),
@@ -200,7 +200,8 @@ def test_inconsistent_states_are_refused_with_their_row(place, token, words, fol
     bad["trajectory"][n + 1 if n == 3 else n][i] = ids_of("llada").mask if token is None else token
     path = write_lines(tmp_path / "t.jsonl", [states_row(folders["llada"]), bad])
     with refused(f"{path}:2: ", words, "leave the row out"):
-        read_trajs(folders["llada"], path)
+        convert(folders["llada"], path, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize("content, words", [

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
+import d3llm
 import decode
 import eval as evaluate
 import lora
 import report
 import tabom
 from data import prompt_ids, read_item
-from tests.tiny import CHILD, HERE, adapted, good_record, read_lines, run_main, tokenizer, write_lines
+from tests.tiny import CHILD, HERE, adapted, good_record, read_lines, run_main, states_row, tokenizer, write_lines
 
 RECIPES = ["dream-math", "dream-code", "llada-math", "llada-code"]
 WORDS = ["", "parallel", "components", "grid", "windows", "tds", "ce", "best"]
-SCRIPTS = {"decode.py": decode, "tabom.py": tabom, "eval.py": evaluate, "study/report.py": report}
+SCRIPTS = {"decode.py": decode, "tabom.py": tabom, "eval.py": evaluate, "study/report.py": report,
+           "study/d3llm.py": d3llm}
 
 
 def start(words: str, **variables):
@@ -258,3 +260,21 @@ def test_small_recipe_decodes_trains_measures_and_its_adapter_merges(folders, tm
     a, m, base = (sorted((r["id"], r["response_token_ids"]) for r in read_lines(file))
                   for file in (tmp_path / "a.jsonl", tmp_path / "m.jsonl", d / "traj.jsonl"))
     assert a == m != base
+
+
+def test_d3llm_recipe_trains_on_the_records_that_it_writes_and_on_nothing_else(folders, tmp_path, refused):
+    folder, out = folders["Dream"], tmp_path / "out" / "d3llm"
+    rows = write_lines(tmp_path / "rows.jsonl", [states_row(folder, idx=n) for n in range(3)])
+
+    def run_again(**variables):
+        for script, flags, _ in commands("d3llm", OUT=str(tmp_path / "out"), MODEL=folder, DATA=rows, GPUS="1",
+                                         TRAIN="--max-steps 2 --lora-r 2", **variables):
+            run_main(SCRIPTS[script], flags)
+            yield script
+    assert list(run_again(LIMIT="2")) == ["study/d3llm.py", "tabom.py"]
+    head = read_lines(out / "tabom" / "log.jsonl")[0]["settings"]
+    assert (head["records"], head["data"]) == (2, f"{out}/traj.jsonl") and (out / "tabom" / "last").exists()
+    written = (out / "traj.jsonl").stat().st_mtime_ns
+    assert len(list(run_again(LIMIT="2"))) == 2 and (out / "traj.jsonl").stat().st_mtime_ns == written
+    with refused("was written with limit 2, now it is 3", "give another --out"):
+        list(run_again(LIMIT="3"))

@@ -469,6 +469,17 @@ def good_record(**fields) -> dict:
                 model=dict(name="m", mask_id=i.mask, vocab_size=i.vocab, end_ids=[i.eos, i.eot])) | fields
 
 
+def states_row(folder, text="a=7", **fields) -> dict:
+    """A row as d3LLM publishes it: every state of a decoding, prompt included, here from right to left."""
+    config, tok = models.read_config(folder), tokenizer(folder)
+    prompt = tok("3+4", add_special_tokens=False)["input_ids"]
+    response = tok(text, add_special_tokens=False)["input_ids"] + tok.end_ids[:1]
+    states = [prompt + [config.mask_id] * (len(response) - n) + response[len(response) - n:]
+              for n in range(1, len(response) + 1)]
+    return dict(idx=5, question="3+4", prompt_ids=prompt, trajectory=states, final_output=states[-1],
+                generated_text=text, llm_answer="7", gt_answer="7", is_correct=True, nfe=len(states)) | fields
+
+
 SHAPES = [(12, 1, 11, 6), (9, 2, 5, 3), (14, 3, 9, 8), (3, 1, 2, 4), (10, 1, 4, 5, 3), (8, 8, 6, 2)]  # of trajectory()
 METHODS = ["--window 4", "--window 0 --gamma 0.5", "--lam 0 --window 5", "--window 4 --rank-context exact --lam 2",
            "--method sft", "--method dinfer", "--method t3d"]
