@@ -61,8 +61,8 @@ One base and one training seed: less than 4 points may be chance. The study of f
 # the study. Every measured value is a dictionary {base: value}, so that differences are paired; {} was not run
 
 RESULTS = Path("study/results")
-FIRST = RESULTS / "first"                                # of the first run, see protocol.md
-BASES, CHOSEN_ON = [1, 2, 3, 4], [2]
+FIRST, FIRST_BASES = RESULTS / "first", [1, 2, 3, 4]     # of the first run, see protocol.md
+BASES, CHOSEN_ON = [1, 2, 3, 5], [2]
 RATES = ["1e-4", "3e-4", "1e-3", "3e-3"]
 GRID = {"gt": "SFT, references, rare form", "gt-mix": "SFT, references, usual forms", "control": "more pretraining",
         "sampled-sft": "SFT-SD, sampled", "sampled-dinfer": "dInfer, sampled", "sampled-t3d": "T3D, sampled",
@@ -92,12 +92,12 @@ def results(seed: int) -> dict:
 @contextlib.contextmanager
 def first_run():
     """Inside, results are those of the first run."""
-    global RESULTS
-    second, RESULTS = RESULTS, FIRST
+    global RESULTS, BASES
+    second, (RESULTS, BASES) = (RESULTS, BASES), (FIRST, FIRST_BASES)
     try:
         yield
     finally:
-        RESULTS = second
+        RESULTS, BASES = second
 
 
 def look_up(folder: str, name: str, *keys, scale=1.0) -> dict:
