@@ -39,6 +39,7 @@ from util import (
     find_change,
     init_process_group,
     naming_lost_ranks,
+    rank_and_world_size,
     read_json,
     setup_device,
     stop,
@@ -73,8 +74,7 @@ def flags():
     flag("--tds", type=count, default=0, help="trajectories for TDS, of each file of --prompts or task of --tasks")
     flag("--order", help="held-out trajectories for the share of pairs in order")
     flag("--window", type=count, default=32, help="W of --order")
-    flag("--ce", nargs=2, metavar=("GT", "SD"), help="cross-entropy of the base against mask ratio")
-    flag("--swap", action="store_true", help="also the adapter's tokens in the base's order, and the reverse")
+    flag("--ce", nargs=2, default=[], metavar=("GT", "SD"), help="cross-entropy of the base against mask ratio")
     flag("--keep", action="store_true", help="keep the decoded records")
     # lm-evaluation-harness
     flag("--tasks", help="harness tasks, separated by commas")
@@ -94,39 +94,43 @@ def parse_args(argv=None):
     if args.pass_at and (args.greedy or not args.temperature or not args.prompts):
         stop("--pass-at: draws several answers to each of --prompts, which are all alike without a temperature; give "
              "--prompts and --temperature 1, and no --greedy")
-    if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
-        stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     if not (args.tasks or args.prompts or args.order or args.ce):
         stop("nothing to measure: give --prompts, --order, --ce or --tasks")
     if args.window == 1:
         stop("--window 1: one token makes no pair; use --window 2 or more")
-    domains = [Path(path).stem for path in args.prompts]
-    if len(set(domains)) < len(domains):
-        stop(f"--prompts {' '.join(args.prompts)}: two files have one stem, which names the domain; rename one")
     if args.tds and not args.prompts and not args.tasks:
         stop(f"--tds {args.tds}: is measured while prompts are decoded; give --prompts or --tasks")
-    if args.swap and not args.prompts:
-        stop("--swap: is measured while prompts are decoded; give --prompts")
-    if args.swap and (args.suppress_eos or args.ties == "position"):
-        stop("--swap: exchanges the logits of two tokens, and the scores of --suppress-eos and --ties position would "
-             "notice; leave them out")
     return args
+
+
+def read_domains(args) -> dict:
+    """{domain: prompts} of --prompts, each with something to judge its answer by."""
+    domains = {}
+    for path in args.prompts:
+        domain = Path(path).stem
+        if domain in domains:
+            stop(f"--prompts {path}: another file has this stem, which names the domain; rename one")
+        domains[domain] = read_prompts(path, args.limit)
+        for item in domains[domain]:
+            if item["answer"] is None and item["kind"] != "code":
+                stop(f"{item['place']}: the prompt has no answer to judge by; add one, or delete the line")
+    return domains
 
 
 def read_speeds(args, config, end_ids) -> dict:
     """{label: decoding settings}: the label says what the flags say; what was really decoded is measured."""
+    if args.parallel and (args.steps or args.tokens_per_step or args.threshold is not None):
+        stop("--parallel: sets the tokens per step; give it without --steps, --tokens-per-step and --threshold")
     speeds = {}
     for k in args.parallel or [args.tokens_per_step]:
-        # one token per step is left to the model's own schedule
-        s = make_settings(Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0}), config, end_ids)
-        if args.swap and s.temperature > 0 and not s.greedy:
-            stop(f"--swap: takes the most probable tokens, but the temperature is {s.temperature:g}; add --greedy")
         label = str(k or 1)
         if args.threshold is not None:
             label = f"threshold {args.threshold}"
         elif args.steps:
             label = f"{args.steps} steps"
-        speeds[label] = s
+        # one token per step is left to the model's own schedule
+        s = Namespace(**vars(args) | {"tokens_per_step": k if k > 1 else 0})
+        speeds[label] = make_settings(s, config, end_ids)
     return speeds
 
 # -----------------------------------------------------------------------------
@@ -146,37 +150,10 @@ def pass_at(samples, ks) -> dict:
     The chance that at least one of k answers is right, mean over prompts: 1 - C(n - c, k) / C(n, k), where c of a
     prompt's n answers are right, which is unbiased. samples: n lists of trajectories, all of the same prompts.
     """
-    n, all_trajs = len(samples), sum(samples, [])
+    n = len(samples)
     right = [sum(traj.correct is True for traj in answers) for answers in zip(*samples, strict=True)]
     curve = {str(k): float(np.mean([1 - comb(n - c, k) / comb(n, k) for c in right])) for k in ks}
-    return {"samples": n, "tokens_per_forward": accuracy(all_trajs)["tokens_per_forward"], "share": curve}
-
-
-class Swapped(torch.nn.Module):
-    """
-    Order or knowledge? One of base and adapter chooses the positions, the other their tokens. If an adapter's tokens
-    are as good as the base's in the base's order, and not in its own, training has spoiled the order and nothing else.
-
-    The logits are those of the one that chooses, but its most probable token and the other's have changed places: a
-    score cannot tell tokens apart, and greedy decoding takes the most probable one.
-    """
-    def __init__(self, model, base_chooses: bool):
-        super().__init__()
-        self.model, self.base_chooses = model, base_chooses
-
-    def forward(self, *batch):
-        logits = self.model(*batch)                                                          # (B, n, V)
-        with lora.disabled(self.model):
-            others = self.model(*batch)
-        if self.base_chooses:
-            logits, others = others, logits
-        logits = logits.float()
-        mask = torch.tensor([self.model.config.mask_id], device=logits.device)               # is never a token
-        top, own = logits.index_fill(-1, mask, -torch.inf).max(-1, keepdim=True)             # (B, n, 1)
-        other = others.index_fill(-1, mask, -torch.inf).argmax(-1, keepdim=True)             # (B, n, 1)
-        logits.scatter_(-1, own, logits.gather(-1, other))
-        # a little more than the top: in bf16 the two largest logits are often equal
-        return logits.scatter_(-1, other, top + 1e-5)
+    return {"samples": n, "tokens_per_forward": accuracy(sum(samples, []))["tokens_per_forward"], "share": curve}
 
 # -----------------------------------------------------------------------------
 # measures of certainty
@@ -214,12 +191,11 @@ def tds(model, trajs, eos_id, batch_size) -> dict:
             if len(masked) >= 2:
                 views.append(View(traj, visible, masked))
                 steps.append(step)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    variance = torch.zeros(len(views), dtype=torch.float64)
-    stats = token_stats(model, views[rank::world_size], batch_size)
-    variance[rank::world_size] = torch.tensor([h.var() for _, h in stats], dtype=torch.float64)
+    rank, world_size = rank_and_world_size()
+    variance = np.zeros(len(views))
+    variance[rank::world_size] = [h.var() for _, h in token_stats(model, views[rank::world_size], batch_size)]
     if world_size > 1:
-        sum_over_ranks([variance])                       # the others have zeros there
+        sum_over_ranks([torch.from_numpy(variance)])     # in place; the others have zeros there
     totals, counts = np.bincount(steps, variance), np.bincount(steps)
     curve = [total / n if n else None for total, n in zip(totals, counts, strict=True)]
     return {"mean": float(np.mean([value for value in curve if value is not None])), "curve": curve}
@@ -241,7 +217,7 @@ def order_agreement(model, trajs, window, batch_size) -> float:
 def ce_by_ratio(model, trajs, end_ids, batch_size) -> dict:
     """{mask ratio: cross-entropy of the masked tokens up to the first end}: the paper's loss_comparison figure."""
     curve = {}
-    for ratio in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+    for ratio in np.arange(1, 10) / 10:
         views = []
         for n, traj in enumerate(trajs):
             end = first_end(traj, end_ids)
@@ -274,37 +250,31 @@ def read_pair(paths, config, tok, length, limit) -> dict:
 # -----------------------------------------------------------------------------
 # everything that was asked for, of one model
 
-def measure(model, name, args, tok, prompts, speeds, held_out, pair) -> dict:
+def measure(model, about, args, tok, prompts, speeds, held_out, pair) -> dict:
     """What a measure adds to the result is saved and printed. Every rank comes here: decode_all needs them all."""
-    result = {"accuracy": {}, "pass_at": {}, "swap": {}, "tds": {}}
+    rank, _ = rank_and_world_size()
+    result = {"accuracy": {}, "pass_at": {}, "tds": {}}
     for domain, items in prompts.items():
         for label, s in speeds.items():
             key = f"{domain}/{label}"
-
-            def answer(net, s):
-                return decode_all(net, tok, model.config, items, s, args.batch_size, f"{name} {key}")
-
             samples = []
             for i in range(max([1, *args.pass_at])):
-                samples.append(answer(model, Namespace(**vars(s) | {"seed": s.seed + i})))
+                seeded = Namespace(**vars(s) | {"seed": s.seed + i})
+                title = f"{about['name']} {key}"
+                samples.append(decode_all(model, tok, model.config, items, seeded, args.batch_size, title))
             trajs = samples[0]
             result["accuracy"][key] = accuracy(trajs)
             if args.pass_at:
                 result["pass_at"][key] = pass_at(samples, args.pass_at)
-            if args.swap and args.adapter:
-                ours = answer(Swapped(model, base_chooses=True), s)
-                theirs = answer(Swapped(model, base_chooses=False), s)
-                result["swap"][key] = {"adapter's tokens, base's order": accuracy(ours),
-                                       "base's tokens, adapter's order": accuracy(theirs)}
             if args.tds and domain not in result["tds"]:                                 # at the first speed
                 result["tds"][domain] = tds(model, trajs[:args.tds], tok.end_ids[0], args.batch_size)
-            if args.keep and os.environ.get("RANK", "0") == "0":
-                head = record_head(model.config, s, tok, next(model.parameters()).dtype, args.adapter)
+            if args.keep and rank == 0:
+                head = record_head(model.config, s, tok, next(model.parameters()).dtype, about["adapter"])
                 records = [make_record(traj, item, head) for traj, item in zip(trajs, items, strict=True)]
-                write_lines(Path(args.out) / f"{name}-{domain}-{label}.jsonl", records)
+                write_lines(Path(args.out) / f"{about['name']}-{domain}-{label}.jsonl", records)
     if held_out:
         result["in_order"] = order_agreement(model, held_out, args.window, args.batch_size)
-    if pair and not args.adapter:
+    if pair and not about["adapter"]:
         result["ce"] = {}
         for label, trajs in pair.items():
             result["ce"][label] = ce_by_ratio(model, trajs, tok.end_ids, args.batch_size)
@@ -373,7 +343,8 @@ class Harness:
             for request, traj in zip(questions, trajs, strict=True):
                 text = cut_at(traj.text, request.args[1].get("until"))
                 self.rows.append({"task": task, "doc_id": request.doc_id, "text": text})
-        if dist.is_initialized() and dist.get_rank() > 0:
+        rank, _ = rank_and_world_size()
+        if rank > 0:
             raise ShareDecoded
         return [row["text"] for row in self.rows]
 
@@ -425,10 +396,9 @@ def checksum(folder) -> str | None:
     return f"{crc32((Path(folder) / 'adapter_model.safetensors').read_bytes()):08x}" if folder else None
 
 
-def data_checksum(args) -> int:
+def data_checksum(files) -> int:
     """Of the files to measure by; data sets that are named are not read."""
-    paths = [path for path in [*args.prompts, args.order, *(args.ce or [])] if path and os.path.isfile(path)]
-    return crc32(b"".join(Path(path).read_bytes() for path in paths))
+    return crc32(b"".join(Path(file).read_bytes() for file in files if file and os.path.isfile(file)))
 
 
 def name_adapters(args) -> dict:
@@ -440,8 +410,6 @@ def name_adapters(args) -> dict:
             name, folder = "-".join(Path(text).resolve().parts[-2:]), text           # out/tabom/last: tabom-last
         if name in adapters:
             stop(f"--adapter {text}: the name {name} is taken; give each adapter its own, NAME=DIR")
-        if not (Path(folder) / "adapter_config.json").is_file():
-            stop(f"--adapter {text}: holds no adapter_config.json; give a folder that tabom.py or peft has written")
         lora.read(folder)                                # a wrong folder is noticed before hours of measuring
         adapters[name] = folder
     return adapters
@@ -451,17 +419,48 @@ def find_result(path: Path, about: dict) -> dict | None:
     """What an earlier command measured in the same way, of the same weights."""
     if not path.exists():
         return None
-    found, settings, folder = read_json(path), about["settings"], about["adapter"]
-    found["settings"].setdefault("data_checksum", settings["data_checksum"])              # older results do not tell
-    changed = find_change(found["settings"], settings, flags())
+    found, folder = read_json(path), about["adapter"]
+    changed = find_change(found["settings"], about["settings"], flags())
     if changed:
         stop(f"{path}: was measured with {changed}; give another --out")
     if found["adapter"] != folder:
         stop(f"{path}: was measured of {found['adapter']}, now it is {folder}; give another --out or NAME=DIR")
-    if found.get("checksum") != about["checksum"]:
+    if found["checksum"] != about["checksum"]:
         print(f"{path}: {folder} has other weights now; measured anew", flush=True)
         return None
     return {key: value for key, value in found.items() if key not in about}
+
+
+def find_todo(args, files) -> dict:
+    """
+    {name: what its result says of where it comes from}, of all that is left to measure. What --out holds already is
+    shown, if it was measured in the same way; otherwise the command is refused.
+    """
+    rank, world_size = rank_and_world_size()
+    not_settings = ("adapter", "out", "keep", "no_base")
+    settings = {key: value for key, value in vars(args).items() if key not in not_settings}
+    settings["data_checksum"] = data_checksum(files)
+    adapters, run, todo = name_adapters(args), about_run(), {}
+    for name, folder in adapters.items():
+        about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **run}
+        path = Path(args.out) / f"{name}.json"
+        found = find_result(path, about)
+        if found is None:
+            todo[name] = about
+        elif rank == 0:
+            print(f"{path}: measured before", flush=True)
+            show(name, found)
+    if world_size > 1:                                   # all have looked before rank 0 writes
+        weights = {name: about["checksum"] for name, about in todo.items()}
+        all_ranks_agree("cpu", data_checksum=settings["data_checksum"],
+                        checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(adapters) - len(todo),
+                        checksum_of_adapters=crc32(repr(weights).encode()))
+    return todo
+
+
+def save_result(args, about: dict, measured: dict):
+    write_whole(Path(args.out) / f"{about['name']}.json", json.dumps(about | measured, indent=1).encode())
+    show(about["name"], measured)
 
 
 def show(label: str, found):
@@ -482,27 +481,7 @@ def main():
     rank, world_size, device, dtype = setup_device(args.dtype)
     if world_size > 1:
         init_process_group("cpu", minutes=24 * 60)       # ranks wait while rank 0 scores
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-
-    # what was measured before stays, if it was measured in the same way
-    not_settings = ("adapter", "out", "keep", "no_base")
-    settings = {key: value for key, value in vars(args).items() if key not in not_settings}
-    settings["data_checksum"] = data_checksum(args)
-    adapters, run, todo = name_adapters(args), about_run(), {}
-    for name, folder in adapters.items():
-        about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **run}
-        found = find_result(out / f"{name}.json", about)
-        if found is None:
-            todo[name] = about
-        elif rank == 0:
-            print(f"{out}/{name}.json: measured before", flush=True)
-            show(name, found)
-    if world_size > 1:                                   # all have looked before rank 0 writes
-        weights = {name: about["checksum"] for name, about in todo.items()}
-        all_ranks_agree("cpu", data_checksum=settings["data_checksum"],
-                        checksum_of_flags=crc32(repr(settings).encode()), results_in_out=len(adapters) - len(todo),
-                        checksum_of_adapters=crc32(repr(weights).encode()))
+    todo = find_todo(args, [*args.prompts, args.order, *args.ce])
     if not todo:
         return
 
@@ -512,11 +491,7 @@ def main():
     if args.tasks:
         tasks = find_tasks(args)
     else:
-        prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
-        for items in prompts.values():
-            for item in items:
-                if item["answer"] is None and item["kind"] != "code":
-                    stop(f"{item['place']}: the prompt has no answer to judge by; add one, or delete the line")
+        prompts = read_domains(args)
         speeds = read_speeds(args, config, tok.end_ids) if prompts else {}
         held_out = load_trajectories(args.order, config, tok, everything=True) if args.order else None
         pair = read_pair(args.ce, config, tok, args.length or config.length, args.limit) if args.ce else None
@@ -524,16 +499,14 @@ def main():
     # one adapter after the other
     model = load_model(config, device, dtype)
     for name, about in todo.items():
-        args.adapter = about["adapter"]                  # from here on this one, or None
-        if args.adapter:
-            lora.load(model, args.adapter)
+        if about["adapter"]:
+            lora.load(model, about["adapter"])
         if args.tasks:
             measured = run_benchmarks(model, name, args, tok, tasks)
         else:
-            measured = measure(model, name, args, tok, prompts, speeds, held_out, pair)
+            measured = measure(model, about, args, tok, prompts, speeds, held_out, pair)
         if rank == 0:
-            write_whole(out / f"{name}.json", json.dumps(about | measured, indent=1).encode())
-            show(name, measured)
+            save_result(args, about, measured)
 
 
 if __name__ == "__main__":

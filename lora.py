@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
@@ -23,19 +23,18 @@ from model import hub_name, read_config, weight_files
 from util import Parser, read_json, stop, write_whole
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(nn.Module):
     """y = W x + b + (alpha / r) B A x. W and b are the base's, frozen; A and B are kept in fp32, whatever W's dtype."""
     def __init__(self, base: nn.Linear, r: int, alpha: float, generator=None):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        self.r, self.alpha, self.enabled = r, alpha, True
+        super().__init__()
+        self.base, self.r, self.alpha, self.enabled = base, r, alpha, True
         # drawn on the CPU: the same start on any device. B = 0: at first the model is the base
         A = nn.init.kaiming_uniform_(torch.empty(r, base.in_features), a=5 ** 0.5, generator=generator)
         self.lora_A = nn.Parameter(A.to(base.weight.device))                                           # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))       # (out, r)
 
     def forward(self, x):
-        y = F.linear(x, self.weight, self.bias)
+        y = self.base(x)
         if not self.enabled:
             return y
         low = F.linear(x, self.lora_A.to(x.dtype))
@@ -48,20 +47,11 @@ def find(model, kind) -> dict[str, str]:
 
 
 def layers(model) -> dict[str, LoRALinear]:
-    """{the hub's module path: layer} of the adapter."""
-    return {path: model.get_submodule(name) for path, name in find(model, LoRALinear).items()}
-
-
-def adapter_of(model) -> dict[str, LoRALinear]:
-    """layers(model); a model without an adapter is an error, because nothing would happen, and nobody would notice."""
-    if not layers(model):
+    """{the hub's module path: layer} of the adapter. Without one nothing would happen, and nobody would notice."""
+    found = {path: model.get_submodule(name) for path, name in find(model, LoRALinear).items()}
+    if not found:
         raise ValueError("the model has no adapter; lora.add or lora.load puts one on it")
-    return layers(model)
-
-
-def replace(model, name: str, module: nn.Module):
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    return found
 
 
 def add(model, targets, r: int, alpha: float, seed: int = 0) -> dict[str, nn.Parameter]:
@@ -75,7 +65,7 @@ def add(model, targets, r: int, alpha: float, seed: int = 0) -> dict[str, nn.Par
     generator = torch.Generator().manual_seed(seed)
     for path, name in paths.items():
         if path.rpartition(".")[2] in targets:
-            replace(model, name, LoRALinear(model.get_submodule(name), r, alpha, generator))
+            model.set_submodule(name, LoRALinear(model.get_submodule(name), r, alpha, generator))
     return parameters(model)
 
 
@@ -91,28 +81,26 @@ def parameters(model) -> dict[str, nn.Parameter]:
 @contextlib.contextmanager
 def disabled(model):
     """Inside, the model is the frozen base."""
-    adapters = adapter_of(model).values()
-    for layer in adapters:
+    adapter = layers(model).values()
+    for layer in adapter:
         layer.enabled = False
     try:
         yield
     finally:
-        for layer in adapters:
+        for layer in adapter:
             layer.enabled = True
 
 
 def save(model, folder, base_name: str = ""):
     """adapter_model.safetensors and adapter_config.json: what peft.PeftModel.from_pretrained reads."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = adapter_of(model)
+    found = layers(model)
     any_layer = next(iter(found.values()))
     config = dict(peft_type="LORA", task_type=None, base_model_name_or_path=base_name, r=any_layer.r,
                   lora_alpha=any_layer.alpha, lora_dropout=0.0, bias="none", inference_mode=True, fan_in_fan_out=False,
                   init_lora_weights=True, target_modules=sorted({path.rpartition(".")[2] for path in found}))
     tensors = {name: p.detach().cpu().contiguous() for name, p in parameters(model).items()}
-    write_whole(folder / "adapter_model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
-    write_whole(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
+    write_whole(Path(folder) / "adapter_model.safetensors", to_bytes(tensors, metadata={"format": "pt"}))
+    write_whole(Path(folder) / "adapter_config.json", json.dumps(config, indent=2).encode())
 
 
 def read(folder):
@@ -146,17 +134,14 @@ def load(model, folder):
     """Puts a saved adapter on the model, replacing one that is already there."""
     matrices, r, alpha = read(folder)
     for name in find(model, LoRALinear).values():
-        layer = model.get_submodule(name)
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        plain.weight, plain.bias = layer.weight, layer.bias
-        replace(model, name, plain)
+        model.set_submodule(name, model.get_submodule(name).base)
     paths = find(model, nn.Linear)
     for path, matrix in matrices.items():
         if path not in paths:
             stop(f"{folder}: holds {path}, which {model.config.name} does not have; use the adapter's own base model")
         layer = LoRALinear(model.get_submodule(paths[path]), r, alpha)
         layer.load_state_dict({"lora_A": matrix["A"], "lora_B": matrix["B"]}, strict=False)      # shapes are checked
-        replace(model, paths[path], layer.requires_grad_(False))
+        model.set_submodule(paths[path], layer.requires_grad_(False))
 
 
 def merge_checkpoint(name: str, adapter: str, out: str):
@@ -166,13 +151,6 @@ def merge_checkpoint(name: str, adapter: str, out: str):
     out = Path(out)
     if out.exists():
         stop(f"--out {out}: exists already; give a new folder")
-    files, known = weight_files(config), set()
-    for file in files:
-        with safe_open(file, "pt") as f:
-            known.update(f.keys())
-    for path in matrices:
-        if f"{path}.weight" not in known:
-            stop(f"{adapter}: holds {path}, which {name} does not have; use the adapter's own base model")
     if config.tied and config.family["names"]["head"] in matrices:
         stop(f"{adapter}: is on the head, whose weight is the embedding's here: merging would change both")
 
@@ -180,23 +158,24 @@ def merge_checkpoint(name: str, adapter: str, out: str):
     part = Path(f"{out}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    for file in files:
-        tensors = {}
-        with safe_open(file, "pt") as f:
-            for key in f.keys():
-                tensors[key] = f.get_tensor(key)
-                path = key.removesuffix(".weight")
-                if path in matrices:
-                    delta = alpha / r * matrices[path]["B"] @ matrices[path]["A"]
-                    tensors[key] = (tensors[key].float() + delta).to(tensors[key].dtype)
+    for file in weight_files(config):
+        tensors = load_file(file)
+        for key, weight in tensors.items():
+            matrix = matrices.pop(key.removesuffix(".weight"), None)
+            if matrix:
+                delta = alpha / r * matrix["B"] @ matrix["A"]
+                tensors[key] = (weight.float() + delta).to(weight.dtype)
         (part / file.name).write_bytes(to_bytes(tensors, metadata={"format": "pt"}))
         print(f"{file.name}: {len(tensors)} tensors", flush=True)
+    if matrices:
+        shutil.rmtree(part)
+        stop(f"{adapter}: holds {next(iter(matrices))}, which {name} does not have; use the adapter's own base model")
     # config, tokenizer and the rest, but no weights in other formats: they are not merged
     for file in config.folder.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
             shutil.copyfile(file, part / file.name)
     part.rename(out)
-    print(f"{out}: {name} with {adapter} merged into {len(matrices)} layers")
+    print(f"{out}: {name} with {adapter} merged into it")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import decode
 import eval as evaluate
 import lora
 import model as models
+import swap
 import tabom
 import toy
 
@@ -757,7 +758,7 @@ def test_swap_equals_a_plain_loop_with_two_models(k, folders):
     s = settings(folders["llada"], f"--length 9 --tokens-per-step {k}", end_ids=[-1])
     prompts = [("0", [3, 1, 4]), ("1", [1, 5, 9, 2, 6])]
     for order_by, tokens_by in ((base, tuned), (tuned, base)):
-        swapped = evaluate.Swapped(tuned, base_chooses=order_by is base)
+        swapped = swap.Swapped(tuned, base_chooses=order_by is base)
         got = {traj.id: traj for traj in decode.decode(swapped, prompts, s, 2)}
         for id, prompt in prompts:
             canvas, step = [s.mask_id] * 9, [-1] * 9

@@ -4,11 +4,16 @@ import contextlib
 import datetime
 import json
 import os
+import platform
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 
 def stop(message: str):
@@ -65,32 +70,30 @@ def find_change(saved: dict, now: dict, parser) -> str | None:
 # progress and files
 
 class Bar:
-    """Progress of rank 0 on stderr: one line that is rewritten on a terminal, elsewhere a line every 10 seconds."""
+    """Progress of rank 0 on stderr: a line every 10 seconds, and one at the end."""
     def __init__(self, total: int, name: str):
         self.total, self.name = total, name
         self.start = self.last = time.time()
-        self.terminal = sys.stderr.isatty()
-        self.visible = os.environ.get("RANK", "0") == "0"
 
     def __call__(self, done: int, note: str = ""):
+        rank, _ = rank_and_world_size()
         now = time.time()
-        wait = 0.2 if self.terminal else 10
-        if not self.visible or (done < self.total and now - self.last < wait):
+        if rank > 0 or (done < self.total and now - self.last < 10):
             return
         self.last = now
-        left = int((now - self.start) / max(done, 1) * (self.total - done))
-        note = f" | {note}" if note else ""
-        line = f"{self.name} {done}/{self.total}{note} | {left // 60}m{left % 60:02d}s left"
-        if self.terminal:
-            end = "\n" if done >= self.total else ""
-            print(f"\r\033[K{line}", end=end, file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        left = int((now - self.start) / done * (self.total - done))
+        note = f"{note} | " if note else ""
+        line = f"{self.name} {done}/{self.total} | {note}{left // 60}m{left % 60:02d}s left"
+        print(line, file=sys.stderr, flush=True)
 
 
 def write_whole(path, content: bytes):
-    """Replaces the file atomically: a process that is killed leaves the old one or the new one, never half of it."""
+    """
+    Replaces the file atomically, and makes its folder: a process that is killed leaves the old one or the new one,
+    never half of it.
+    """
     part = Path(f"{path}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(content)
     os.replace(part, path)
 
@@ -99,21 +102,21 @@ def read_json(path) -> dict:
     try:
         return json.loads(Path(path).read_text("utf-8-sig"))
     except OSError:
-        stop(f"{path}: cannot be read; a model or adapter folder needs it")
+        stop(f"{path}: cannot be read; give the folder of a model or an adapter, which holds it")
     except ValueError as e:
         stop(f"{path}: is not JSON ({e}); download or write it again")
 
 # -----------------------------------------------------------------------------
 # rank and device
 
-def setup_device(dtype: str | None = None):
-    """
-    Returns rank, world_size, device, dtype. torchrun starts one process per GPU and tells each its rank in the
-    environment; without torchrun this is the only process.
-    """
-    import torch  # here, because data.py does without it
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+def rank_and_world_size() -> tuple[int, int]:
+    """torchrun tells each process in the environment; without torchrun there is only one."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def setup_device(dtype: str | None):
+    """Returns rank, world_size, device, dtype: of several processes on a node, each has a GPU of its own."""
+    rank, world_size = rank_and_world_size()
     device, default = "cpu", "fp32"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -133,13 +136,12 @@ def setup_device(dtype: str | None = None):
 
 def init_process_group(device: str, minutes: float):
     """Joins the ranks; one that is late by `minutes` ends the run."""
-    import torch
     timeout = datetime.timedelta(minutes=minutes)
     if "cuda" in device:
         # with device_id a broken network fails here, not at the first step
-        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
     else:
-        torch.distributed.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -156,10 +158,9 @@ def naming_lost_ranks():
 
 def find_lost_ranks() -> list[int]:
     """A roll call: the ranks that do not sign in torch's store within 5 seconds."""
-    import torch
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = torch.distributed.TCPStore(address, port, timeout=datetime.timedelta(seconds=10))
+        store = dist.TCPStore(address, port, timeout=datetime.timedelta(seconds=10))
         store.set(f"here/{os.environ['RANK']}", "")
         time.sleep(5)
         return [rank for rank in range(int(os.environ["WORLD_SIZE"])) if not store.check([f"here/{rank}"])]
@@ -169,11 +170,10 @@ def find_lost_ranks() -> list[int]:
 
 def all_ranks_agree(device: str, **values: int):
     """Ranks that read different files would compute something that nobody asked for."""
-    import torch
     for name, value in values.items():
         ends = torch.tensor([value, -value], device=device)
         with naming_lost_ranks():
-            torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
         high, low = ends[0].item(), -ends[1].item()
         if high != low:
             stop(f"{name.replace('_', ' ')} {low} on one rank, {high} on another: all need the same flags and files")
@@ -181,19 +181,15 @@ def all_ranks_agree(device: str, **values: int):
 
 def sum_over_ranks(tensors: list):
     """Adds up each tensor over the ranks, in place: one all-reduce for all of them."""
-    import torch
     flat = torch.cat([x.flatten() for x in tensors])
     with naming_lost_ranks():
-        torch.distributed.all_reduce(flat)
+        dist.all_reduce(flat)
     for x, summed in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
         x.copy_(summed.view_as(x))
 
 
 def peak_memory(device: str) -> float:
     """GB that this process has needed so far, on its GPU or in main memory."""
-    import resource
-
-    import torch
     if "cuda" in device:
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024       # bytes on a Mac, kilobytes elsewhere
@@ -202,9 +198,6 @@ def peak_memory(device: str) -> float:
 
 def about_run() -> dict:
     """What a result should say about where it comes from."""
-    import platform
-
-    import torch
     commit = ""
     if shutil.which("git"):
         command = ["git", "describe", "--always", "--dirty"]

@@ -56,13 +56,14 @@ for source in ("sampled", "greedy"):
         for value in values:
             RUNS[f"{source}-{flag}-{value}"] = source, f"--{flag} {value}"
 
-# what is measured: flags of eval.py. A folder of results holds what was measured with the same flags
+# what is measured: flags of eval.py, for "swap" of study/swap.py. A folder of results holds what was measured with the
+# same flags
 MEASURES = {
     "val": "--prompts {base}/val-long.jsonl --limit 200 --parallel 2",
     "long-1": "--prompts {base}/test-long.jsonl --limit 500 --parallel 1 --tds 32",
     "long": "--prompts {base}/test-long.jsonl --limit 500 --parallel 2 4",
     "kept": "--prompts {base}/test-short.jsonl {base}/test-logic.jsonl --limit 500 --parallel 2",
-    "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4 --swap",
+    "swap": "--prompts {base}/test-long.jsonl --limit 200 --parallel 2 4",
     "pass": "--prompts {base}/test-long.jsonl --limit 100 --parallel 2 --pass-at 1 2 4 8 16 " + SAMPLED,
     "ce": "--limit 500 --ce {base}/gt-mix.jsonl {base}/greedy.jsonl",
 }
@@ -217,22 +218,23 @@ def job(out: Path, seed: int, names: list, measures: list, with_base: bool):
             if adapters:
                 flags += ["--adapter", *adapters]
             folder = base / "results" / measure / model
-            run(out, "eval.py", f"--model {base}/{model} --batch-size 64 --out {folder}",
+            script = "study/swap.py" if measure == "swap" else "eval.py"
+            run(out, script, f"--model {base}/{model} --batch-size 64 --out {folder}",
                 MEASURES[measure].format(base=base), *flags)
 
 # -----------------------------------------------------------------------------
 # results
 
 def shorten(result: dict) -> dict:
-    """What the report needs of a file of eval.py."""
+    """What the report needs of a file of eval.py or swap.py."""
     short = {key: result[key] for key in ("accuracy", "pass_at", "swap", "ce") if result.get(key)}
-    for domain, value in result["tds"].items():
+    for domain, value in result.get("tds", {}).items():
         short["tds"] = {domain: value["mean"]}
     return json.loads(json.dumps(short), parse_float=lambda text: round(float(text), 5))
 
 
 def collect(out: Path, seed: int):
-    """Adds what eval.py has written for one base to study/results."""
+    """Adds what eval.py and swap.py have written for one base to study/results."""
     found = results(seed)
     for path in sorted((out / f"base{seed}" / "results").glob("*/*/*.json")):
         result = json.loads(path.read_text())

@@ -14,11 +14,12 @@ import decode
 import eval as evaluate
 import lora
 import model as models
+import swap
 import tabom
 from tests.tiny import HERE, TASKS, corpus, forget, log_of, read_lines, run_main, run_ranks, tensors_of, write_lines
 
 
-@pytest.mark.parametrize("script", ["tabom.py", "decode.py", "eval.py", "lora.py"])
+@pytest.mark.parametrize("script", ["tabom.py", "decode.py", "eval.py", "lora.py", "study/swap.py"])
 def test_help_shows_what_a_script_does_and_its_flags(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit) as e:
@@ -28,6 +29,7 @@ def test_help_shows_what_a_script_does_and_its_flags(script, monkeypatch, capsys
 
 
 DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
+MEASURE = "--model {model} --prompts {prompts}"
 
 
 @pytest.mark.parametrize("module, flags, words", [
@@ -48,15 +50,17 @@ DECODE = "--model {model} --prompts {prompts} --out t.jsonl"
     (decode, f"{DECODE} --length 600", "positions"),
     (decode, f"{DECODE} --adapter nowhere", "nowhere/adapter_config.json"),
     (evaluate, "--model m", "nothing to measure"),
-    (evaluate, "--model m --prompts a/test.jsonl b/test.jsonl", "b/test.jsonl: two files have one stem"),
-    (evaluate, "--model m --prompts p --parallel 2 --steps 4", "--parallel: sets the tokens per step"),
+    (evaluate, f"{MEASURE} {{prompts}}", "prompts.jsonl: another file has this stem"),
+    (evaluate, f"{MEASURE} --parallel 2 --steps 4", "--parallel: sets the tokens per step"),
     (evaluate, "--model m --tasks t --prompts p", "--tasks: is measured alone"),
     (evaluate, "--model m --order t --tds 4", "--tds 4"),
     (evaluate, "--model m --prompts p --pass-at 1 2", "--prompts and --temperature 1"),
     (evaluate, "--model m --prompts p --pass-at 2 --temperature 1 --greedy", "no --greedy"),
-    (evaluate, "--model m --order t --swap", "--swap: is measured while prompts are decoded"),
-    (evaluate, "--model m --prompts p --swap --suppress-eos logits", "--swap: exchanges the logits"),
-    (evaluate, "--model m --prompts p --swap --ties position", "--ties position would notice; leave"),
+    (swap, "--model m", "swap.py: the following arguments are required: --prompts"),
+    (swap, f"{MEASURE} --suppress-eos logits", "exchanges the logits of two tokens"),
+    (swap, f"{MEASURE} --ties position", "two flags would notice; leave them out"),
+    (swap, f"{MEASURE} --temperature 0.5", "the temperature is 0.5, but a swap takes the most probable"),
+    (swap, f"{MEASURE} --parallel 2 --threshold 0.5", "--parallel: sets the tokens per step"),
 ])
 def test_wrong_flags_end_with_one_line(module, flags, words, folders, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)

@@ -31,13 +31,11 @@ def test_an_adapter_that_changes_nothing_measures_as_the_base(cli, measure, fold
     write_lines(path, [row | {"correct": True} for row in rows.values()])
     lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "same")
     results = measure(f"--adapter mine={tmp_path}/same --parallel 1 2 --tds 2 --order {path} --window 3 "
-                      f"--ce {path} {path} --swap")
+                      f"--ce {path} {path}")
     base, mine = results["base"], results["mine"]
     assert base["accuracy"] == mine["accuracy"] and set(base["accuracy"]) == {"prompts/1", "prompts/2"}
     assert mine["tds"]["prompts"]["curve"] == pytest.approx(base["tds"]["prompts"]["curve"])
     assert mine["in_order"] == pytest.approx(base["in_order"])
-    for swapped in mine["swap"]["prompts/2"].values():   # every swap is the base
-        assert swapped == base["accuracy"]["prompts/2"]
     assert len(base["ce"]["ground truth"]) == 9 and base["ce"]["ground truth"] == base["ce"]["self-distilled"]
     assert {"settings", "commit", "torch", "python", "device"} <= base.keys()
     for r in read_lines(tmp_path / "r" / "base-prompts-1.jsonl"):
@@ -124,15 +122,6 @@ def test_results_are_found_again_unless_settings_or_weights_are_others(cli, meas
     write_lines(tmp_path / "prompts.jsonl", read_lines(tmp_path / "prompts.jsonl")[1:])
     with refused(f"{files['base']}: was measured with data_checksum", "another --out"):
         measure(flags)
-
-
-@pytest.mark.parametrize("family, flags, temperature", [("llada", "--temperature 0.5", 0.5), ("Dream", "", 0.1)])
-def test_swap_is_for_greedy_decoding_also_where_a_family_samples_by_itself(family, flags, temperature, cli, folders,
-                                                                           tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(evaluate, "load_model", None)    # it is refused before that
-    model, out = f"--model {folders[family]} --prompts {tmp_path}/prompts.jsonl", f"--out {tmp_path}/r"
-    with refused("--swap", f"the temperature is {temperature}; add --greedy"):
-        run_main(evaluate, f"{model} {out} --swap {flags}")
 
 
 def test_harness_runs_our_decoder_on_local_tasks(cli, harness, folders, tmp_path):

@@ -7,6 +7,7 @@ import decode
 import eval as evaluate
 import report
 import study
+import swap
 import tabom
 from tests.tiny import HERE
 
@@ -57,8 +58,9 @@ def test_the_best_rate_on_validation_is_selected_and_the_lower_of_equals(monkeyp
 def test_every_run_of_the_study_has_flags_that_exist():
     for flags in study.DATA.values():
         decode.flags().parse_args(flags.format(base="b").split())
-    for flags in study.MEASURES.values():
-        evaluate.parse_args(["--model", "m", *flags.format(base="b").split()])
+    for name, flags in study.MEASURES.items():
+        script = swap if name == "swap" else evaluate
+        script.parse_args(["--model", "m", *flags.format(base="b").split()])
     best = dict.fromkeys(report.GRID, "1e-3")
     names = {name for steps in study.parts(best).values() for _, some, _ in steps for name in some}
     names |= {f"{label}@{rate}" for label in report.GRID for rate in report.RATES}
@@ -71,11 +73,12 @@ def test_what_is_in_the_results_is_not_run_again(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(study, "train", lambda out, seed, name: calls.append(name) or out)
-    monkeypatch.setattr(study, "run", lambda out, script, *flags: calls.append(" ".join(map(str, flags))))
+    monkeypatch.setattr(study, "run", lambda out, *words: calls.append(" ".join(map(str, words))))
     names = ["sampled-ce@1e-3", "again-ce@1e-3"]
     study.job(tmp_path, 1, names, ["long"], True)
     first, measured, second, again = calls
     assert [first, second] == names and "/base1/model " in measured and "--no-base" not in measured
+    assert measured.startswith("eval.py ")
     assert "/base1/round1-ce " in again and "--no-base" in again             # the second round has another model
     write_results(tmp_path, 1, long=dict.fromkeys(["base", *names], {}))
     calls.clear()
@@ -83,3 +86,5 @@ def test_what_is_in_the_results_is_not_run_again(monkeypatch, tmp_path):
     assert calls == []
     study.job(tmp_path, 1, ["sampled-ce@1e-3", "sampled-tabom@1e-3"], ["long"], False)
     assert calls[0] == "sampled-tabom@1e-3" and len(calls) == 2 and "sampled-ce" not in calls[1]
+    study.job(tmp_path, 1, ["sampled-ce@1e-3"], ["swap"], False)
+    assert calls[-1].startswith("study/swap.py ") and "--no-base" in calls[-1]

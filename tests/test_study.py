@@ -1,4 +1,5 @@
-"""The toy, its base model and the benchmark."""
+"""The toy, its base model, the swap and the benchmark."""
+import json
 import shutil
 import sys
 
@@ -7,10 +8,15 @@ import pytest
 
 import bench
 import decode
+import eval as evaluate
+import lora
 import model as models
+import report
+import study
+import swap
 import toy
 from data import text_of
-from tests.tiny import HERE, load, read_lines
+from tests.tiny import HERE, adapted, load, read_lines, run_main
 
 
 def test_toy_answers_are_right_and_splits_are_disjoint(tmp_path, monkeypatch):
@@ -83,6 +89,31 @@ def test_pretraining_writes_a_model_that_loads(tmp_path, monkeypatch, refused):
     assert load(tmp_path / "m").config.vocab == len(toy.VOCAB)
     with refused("holds a model already"):
         toy.main()
+
+
+def test_swap_of_an_adapter_that_changes_nothing_is_the_base_and_is_found_again(cli, folders, tmp_path, monkeypatch,
+                                                                                refused):
+    lora.save(adapted(folders["llada"], scale=0.0), tmp_path / "same")
+    flags = (f"--model {folders['llada']} --prompts {tmp_path}/prompts.jsonl --length 8 --parallel 1 2 "
+             f"--adapter mine={tmp_path}/same --out {tmp_path}")
+    run_main(evaluate, f"{flags}/eval")
+    run_main(swap, f"{flags}/swap")
+    evaluated = json.loads((tmp_path / "eval" / "mine.json").read_text())
+    base, mine = (json.loads((tmp_path / "swap" / f"{name}.json").read_text()) for name in ("base", "mine"))
+    assert base["accuracy"] == mine["accuracy"] == evaluated["accuracy"] and base["swap"] == {}
+    for key, own in mine["accuracy"].items():
+        assert mine["swap"][key] == {part: own for part in report.SWAPS if part != "own"}
+    assert study.shorten(mine).keys() == {"accuracy", "swap"}
+    monkeypatch.setattr(swap, "load_model", None)
+    run_main(swap, f"{flags}/swap")
+    with refused("was measured with seed 0, now it is 5", "another --out"):
+        run_main(swap, f"{flags}/swap --seed 5")
+
+
+def test_swap_is_for_greedy_answers_also_where_a_family_samples_by_itself(cli, folders, tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(swap, "load_model", None)        # it is refused before that
+    with refused("the temperature is 0.1", "add --greedy"):
+        run_main(swap, f"--model {folders['Dream']} --prompts {tmp_path}/prompts.jsonl --out {tmp_path}/r")
 
 
 def test_what_bench_compares_with_computes_the_same():
