@@ -287,16 +287,6 @@ class ShareDecoded(Exception):
     """Raised on ranks other than 0 after decoding: only rank 0 scores, because scoring may run generated code."""
 
 
-def cut_at(text: str, stops) -> str:
-    """The text up to the first of the harness's stop strings."""
-    if isinstance(stops, str):
-        stops = [stops]
-    for stop_text in stops or []:
-        if stop_text:
-            text = text.partition(stop_text)[0]
-    return text
-
-
 def task_args(args, task, model_type, own_length):
     """The benchmark's own decoding, unless flags say otherwise; the harness applies the chat template."""
     own = {"length": own_length}
@@ -325,6 +315,7 @@ class Harness:
     loglikelihood_rolling = loglikelihood
 
     def generate_until(self, requests):
+        from lm_eval.models.utils import postprocess_generated_text
         config, batch_size = self.model.config, self.args.batch_size
         self.rows, self.tds, asked = [], {}, Counter()
         for task, group in groupby(requests, key=lambda request: request.task_name):
@@ -341,7 +332,7 @@ class Harness:
             if self.args.tds:
                 self.tds[task] = tds(self.model, trajs[:self.args.tds], self.tok.end_ids[0], batch_size)
             for request, traj in zip(questions, trajs, strict=True):
-                text = cut_at(traj.text, request.args[1].get("until"))
+                text = postprocess_generated_text(traj.text, stop=request.args[1].get("until"), think_end_token=None)
                 self.rows.append({"task": task, "doc_id": request.doc_id, "text": text})
         rank, _ = rank_and_world_size()
         if rank > 0:
