@@ -482,8 +482,8 @@ def main():
     if args.tasks:
         tasks = find_tasks(args)
     else:
+        speeds = read_speeds(args, config, tok.end_ids) if args.prompts else {}
         prompts = read_domains(args)
-        speeds = read_speeds(args, config, tok.end_ids) if prompts else {}
         held_out = load_trajectories(args.order, config, tok, everything=True) if args.order else None
         pair = read_pair(args.ce, config, tok, args.length or config.length, args.limit) if args.ce else None
 

@@ -135,9 +135,13 @@ def setup_device(dtype: str | None):
 
 
 def init_process_group(device: str, minutes: float):
-    """Joins the ranks, by NCCL on GPUs and by gloo on CPUs; one that is late by `minutes` ends the run."""
-    # with device_id a broken network fails here, not at the first step
-    dist.init_process_group(device_id=torch.device(device), timeout=datetime.timedelta(minutes=minutes))
+    """Joins the ranks; one that is late by `minutes` ends the run."""
+    timeout = datetime.timedelta(minutes=minutes)
+    if "cuda" in device:
+        # with device_id a broken network fails here, not at the first step
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
 
 
 @contextlib.contextmanager

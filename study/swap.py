@@ -79,12 +79,12 @@ def main():
 
     config = read_config(args.model)
     tok = load_tokenizer(config)
-    domains = read_domains(args)
     speeds = read_speeds(args, config, tok.end_ids)
     for s in speeds.values():
         if s.temperature > 0 and not s.greedy:
             stop(f"--model {args.model}: the temperature is {s.temperature:g}, but a swap takes the most probable "
                  f"tokens; add --greedy")
+    domains = read_domains(args)
 
     model = load_model(config, device, dtype)
     for name, about in todo.items():
