@@ -488,6 +488,7 @@ def main():
         pair = read_pair(args.ce, config, tok, args.length or config.length, args.limit) if args.ce else None
 
     # one adapter after the other
+    Path(args.out).mkdir(parents=True, exist_ok=True)    # fails now, not after hours
     model = load_model(config, device, dtype)
     for name, about in todo.items():
         if about["adapter"]:
