@@ -35,7 +35,6 @@ class Trajectory:
     confidence: np.ndarray                               # (N,) probability of the token, likewise
     text: str = ""                                       # what the response says
     correct: bool | None = None                          # what the verifier says; None = nothing to judge by
-    block: int | None = None                             # tokens per block; None = unknown
     last: int | None = None                              # no target after this position (--tail drop)
     non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
 
@@ -328,8 +327,6 @@ def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajecto
     row = {"entropy": [None] * N, "confidence": [None] * N} | row        # not known is not zero
     traj = Trajectory(row["id"], prompt, response, step, read_numbers(place, row, "entropy", length=N),
                       read_numbers(place, row, "confidence", length=N))
-    if isinstance(row.get("decode"), dict):
-        traj.block = row["decode"].get("block")
     if row.get("non_ltr_positions") == []:
         traj.non_ltr = np.arange(0)
     elif "non_ltr_positions" in row:                     # the authors' files

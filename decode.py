@@ -294,7 +294,7 @@ def new_trajectory(id, prompt, s) -> Trajectory:
     """A response of N masks."""
     N = s.length
     return Trajectory(id, np.array(prompt), response=np.full(N, s.mask_id), step=np.full(N, -1),
-                      entropy=np.full(N, np.nan, np.float32), confidence=np.full(N, np.nan, np.float32), block=s.block)
+                      entropy=np.full(N, np.nan, np.float32), confidence=np.full(N, np.nan, np.float32))
 
 
 def is_done(traj, s) -> bool:
@@ -455,18 +455,15 @@ def read_done(path: str, head: dict, prompts: list[tuple]) -> set:
     done, prompt_of = set(), dict(prompts)
     with open(path, "rb+") as f:
         fcntl.flock(f, fcntl.LOCK_EX)                    # other ranks may be writing
-        content = f.read()
-        first, newline, _ = content.partition(b"\n")
-        # a kill may have cut off the very first line
-        torn = not newline and first.startswith(b'{"id": '[:len(first)]) and not first.rstrip().endswith(b"}")
-        if content and not torn and b'"decoding_order": ' not in first:
+        *lines, rest = f.read().split(b"\n")             # rest: what a kill has left of a line
+        torn = not lines and rest.startswith(b'{"id": '[:len(rest)]) and not rest.endswith(b"}")
+        if not torn and b'"decoding_order": ' not in (lines or [rest])[0]:
             stop(f"--out {path}: exists and holds no trajectories; give another --out")
-        whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+        for number, line in enumerate(lines, 1):
             record = parse_line(f"{path}:{number}", line.decode())
             check_same_run(f"{path}:{number}", record, head, prompt_of)
             done.add(str(record["id"]))
-        f.truncate(whole)                                # what follows the last line break was cut off by a kill
+        f.truncate(sum(len(line) + 1 for line in lines))
     return done
 
 

@@ -165,21 +165,21 @@ def entropy(logp):
 
 def left_pad(rows):
     """Rows of token ids as ids (B, T) and attend (B, T), False on the padding: all rows end at T."""
+    lengths = np.array([len(row) for row in rows])[:, None]                                  # (B, 1)
     # a multiple of 8: crashes of fused attention were reported for masks of other lengths
-    T = -(-max(len(row) for row in rows) // 8) * 8
-    ids    = np.zeros((len(rows), T), dtype=np.int64)
-    attend = np.zeros((len(rows), T), dtype=bool)
-    for b, row in enumerate(rows):
-        ids[b, T - len(row):] = row
-        attend[b, T - len(row):] = True
+    T = -(-lengths.max() // 8) * 8
+    attend = np.arange(T) >= T - lengths
+    ids = np.zeros(attend.shape, dtype=np.int64)
+    ids[attend] = np.concatenate(rows)
     return ids, attend
 
 
 def right_pad(rows, fill):
     """Arrays of different lengths as one (B, W): what each row asks of the model, filled up at the end."""
-    table = np.full((len(rows), max(len(row) for row in rows)), fill, dtype=rows[0].dtype)
-    for b, row in enumerate(rows):
-        table[b, :len(row)] = row
+    lengths = np.array([len(row) for row in rows])[:, None]                                  # (B, 1)
+    valid = np.arange(lengths.max()) < lengths
+    table = np.full(valid.shape, fill, dtype=rows[0].dtype)
+    table[valid] = np.concatenate(rows)
     return table
 
 # -----------------------------------------------------------------------------
