@@ -339,7 +339,7 @@ def test_wrong_flags_and_files_end_in_one_line(toy, folders, tmp_path, refused):
         "one token makes no pair": [*own, "--window", "1"],
         "--lam 0": [*own, "--lam", "0"],
         "give one of them": [*own, "--no-model", "--adapter", f"{folder}/a"],
-        "holds no adapter_config.json": [*own, "--model", str(TOY), "--adapter", f"{folder}/nowhere"],
+        "adapter_config.json: cannot be read": [*own, "--model", str(TOY), "--adapter", f"{folder}/nowhere"],
         "pass the --model that decoded it": [*own, "--model", folders["llada"]],
         "names no model": ["--data", write_lines(tmp_path / "x.jsonl", [{"id": 1}]), "--no-model"],
         "no record to train on": ["--data", write_lines(tmp_path / "e.jsonl", []), "--model", str(TOY)],
