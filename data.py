@@ -29,11 +29,12 @@ class Trajectory:
     id: object
     prompt: np.ndarray                                   # (P,) token ids
     response: np.ndarray                                 # (N,) token ids, the mask where undecided
-    step: np.ndarray                                     # (N,) when each was decoded: 0 first, unlike the paper's t;
-                                                         # -1 = undecided
+    step: np.ndarray                                     # (N,) when each was decoded, a record's decoding_order: 0
+                                                         # first, unlike the paper's t; -1 = undecided
     entropy: np.ndarray                                  # (N,) at that step, temperature 1, in nats; nan = unknown
     confidence: np.ndarray                               # (N,) probability of the token, likewise
-    text: str = ""                                       # what the response says
+    end: int | None = None                               # where its first end token is, if all before is decoded
+    text: str = ""                                       # what the response says before it, or all that was decoded
     correct: bool | None = None                          # what the verifier says; None = nothing to judge by
     last: int | None = None                              # no target after this position (--tail drop)
     non_ltr: np.ndarray | None = None                    # what the record itself calls out of order
@@ -79,11 +80,11 @@ def first_end(traj: Trajectory, end_ids) -> int | None:
     return None
 
 
-def text_of(traj: Trajectory, tok) -> str:
-    """What the response says: the text before its first end token, or all that was decoded."""
-    end = first_end(traj, tok.end_ids)
-    shown = traj.response[traj.decoded] if end is None else traj.response[:end]
-    return tok.decode(shown.tolist(), skip_special_tokens=True)
+def fill_in_text(traj: Trajectory, tok):
+    """Where the response ends, and what it says."""
+    traj.end = first_end(traj, tok.end_ids)
+    shown = traj.response[traj.decoded] if traj.end is None else traj.response[:traj.end]
+    traj.text = tok.decode(shown.tolist(), skip_special_tokens=True)
 
 # -----------------------------------------------------------------------------
 # reading: every row comes with its place, so that a mistake can be named
@@ -126,13 +127,12 @@ def read_parquet(path: str):
 
 
 def stream_hub(source: str, hub_id: str, config: str | None, split: str):
-    if not find_spec("datasets"):
-        stop(f"{source}: needs a package: pip install datasets; or give a .jsonl file")
-    from datasets import load_dataset
     try:
+        from datasets import load_dataset
         return load_dataset(hub_id, config, split=split, streaming=True)
     except Exception as e:
-        stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); check the network, or give a .jsonl file")
+        stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); pip install datasets, check the network, or give "
+             f"a .jsonl file")
 
 
 def read_rows(source: str, named: dict = SOURCES):
@@ -172,12 +172,11 @@ def read_text(place: str, row: dict, *names) -> str | None:
 
 def read_messages(place: str, turns) -> list[dict]:
     """A conversation as the chat template wants it."""
-    roles = {"human": "user", "gpt": "assistant"}
     messages = []
-    for turn in turns if isinstance(turns, list) else []:
+    for turn in turns or []:
         match turn:
-            case {"role": str(role), "content": str(content)}:
-                messages.append({"role": roles.get(role.lower(), role.lower()), "content": content})
+            case {"role": str(role), "content": str(content)}:                   # Ling-Coder-SFT has HUMAN, ASSISTANT
+                messages.append({"role": role.lower().replace("human", "user"), "content": content})
             case _:
                 stop(f"{place}: messages holds {shorten(turn)}, not a role and its content; correct or delete the line")
     return messages
@@ -196,9 +195,8 @@ def read_item(place: str, row: dict) -> dict:
         if messages and messages[-1]["role"] == "assistant":
             last = messages.pop()
             response = response or last["content"]
-        for message in messages:
-            if message["role"] == "user":
-                prompt = message["content"]
+        if messages:
+            prompt = messages[-1]["content"]
     if not prompt or not prompt.strip():
         stop(f"{place}: has no prompt; name it prompt, question, instruction or messages")
     if not response and "####" in str(row.get("answer")):    # GSM8K's answers are whole solutions
@@ -227,34 +225,31 @@ def check_verifier(place: str, answer: str | None, kind: str | None):
 
 def read_prompts(source: str, limit: int = 0) -> list[dict]:
     """All prompts of a source, or the first `limit`. Their ids differ: decode.py skips what is done by id."""
-    items, given = [], set()
-    for place, row in islice(read_rows(source), limit or None):
+    items = {}
+    for number, (place, row) in enumerate(islice(read_rows(source), limit or None)):
         item = read_item(place, row)
-        if item["id"] is not None:
-            if str(item["id"]) in given:
-                stop(f"{place}: id {item['id']!r} appears twice; every prompt needs an id of its own")
-            given.add(str(item["id"]))
+        if item["id"] is None:
+            item["id"] = number
+        id = str(item["id"])
+        if id in items:
+            stop(f"{place}: id {id!r} appears twice; every prompt needs an id of its own, or none has one")
         check_verifier(place, item["answer"], item["kind"])
-        items.append(item)
+        items[id] = item
     if not items:
         stop(f"{source}: is empty; it needs one prompt per line")
-    # a row without an id is known by its number, unless another row has that as its id
-    for number, item in enumerate(items):
-        if item["id"] is None:
-            item["id"] = f"row-{number}" if str(number) in given else number
-    return items
+    return list(items.values())
 
 
 def prompt_ids(tok, item: dict, raw: bool = False) -> list[int]:
     """Token ids as the model wants them: through its chat template, or the bare text."""
     text = item["prompt"]
     if tok.chat_template and not raw:
-        # Qwen3 would think aloud first; other templates do not know the word
+        # Qwen3 would think aloud first; other templates ignore this argument
         text = tok.apply_chat_template(item["messages"], tokenize=False, add_generation_prompt=True,
                                        enable_thinking=False)
     try:
         return tok(text, add_special_tokens=False)["input_ids"]
-    except Exception as e:                               # the toy's tokenizer has no token for a word that it misses
+    except Exception as e:                               # the toy's tokenizer has no token for unknown words
         stop(f"{item['place']}: {text[:40]!r} has a word that the tokenizer does not know ({e}); correct the prompt")
 
 # -----------------------------------------------------------------------------
@@ -320,7 +315,9 @@ def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajecto
         step = read_numbers(place, row, "decoding_order", range(-1, N), N)
     else:
         step = np.where(response == config.mask_id, -1, 0)
-    for i in np.flatnonzero((response == config.mask_id) != (step < 0)):
+    wrong = np.flatnonzero((response == config.mask_id) != (step < 0))
+    if len(wrong):
+        i = wrong[0]
         stop(f"{place}: position {i} holds token {response[i]}, decoded at step {step[i]}; the mask token "
              f"{config.mask_id} belongs exactly where the step is -1: pass the --model of the trajectories, or re-run "
              f"decode.py")
@@ -333,8 +330,8 @@ def read_trajectory(place: str, row: dict, config, tok, length: int) -> Trajecto
         traj.non_ltr = read_numbers(place, row, "non_ltr_positions", range(N))
 
     # what they say: with another tokenizer the same ids are other words
-    finished = first_end(traj, tok.end_ids) is not None
-    traj.text = text_of(traj, tok)
+    fill_in_text(traj, tok)
+    finished = traj.end is not None
     if info and finished and row.get("response", traj.text) != traj.text:
         stop(f"{place}: its tokens read {traj.text[:40]!r} with the tokenizer of {config.name}, its response is "
              f"{shorten(row['response'])}; pass the --model of the trajectories")
@@ -360,7 +357,7 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
     trajs, left_out, names = [], Counter(), set()
     for number, (place, row) in enumerate(islice(read_rows(source), limit or None)):
         if decoded_by and row.get("method") not in decoded_by:
-            left_out["not --decoded-by these"] += 1
+            left_out["decoded by another method"] += 1
             continue
         # parquet fills up with nulls: what is null is not there
         row = {"id": number} | {key: value for key, value in row.items() if value is not None}
@@ -368,17 +365,16 @@ def load_trajectories(source: str, config, tok, everything=False, decoded_by=Non
             stop(f"{place}: has no decoding_order, the step that decoded each position; write trajectories with "
                  f"decode.py, or use --method sft")
         traj = read_trajectory(place, row, config, tok, length)
-        end = first_end(traj, tok.end_ids)
         if tail == "drop":                               # paper silent on the tail; study/departures.md
-            traj.last = end
-        # the paper trains on finished and right answers; reference answers may be cut at the length
+            traj.last = traj.end
+        # the paper trains on finished and right answers; reference answers, which have no ids, may be cut at --length
         must_be_valid = not everything and "response_token_ids" in row
-        if must_be_valid and end is None:
+        if must_be_valid and traj.end is None:
             left_out["without an end token"] += 1
         elif must_be_valid and traj.correct is False:
             left_out["judged wrong"] += 1
         elif len(traj.order) < 2:
-            left_out["shorter than 2 tokens"] += 1
+            left_out["with fewer than 2 targets"] += 1
         else:
             trajs.append(traj)
             names.add(model_info(row).get("name", config.name))

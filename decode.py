@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lora
-from data import Trajectory, first_end, judge, parse_line, prompt_ids, read_item, read_prompts, text_of
-from model import entropy, left_pad, load_model, load_tokenizer, read_config, right_pad
+from data import Trajectory, View, fill_in_text, first_end, judge, parse_line, prompt_ids, read_item, read_prompts
+from model import entropy, load_model, load_tokenizer, pack, read_config
 from util import (
     Bar,
     Parser,
@@ -76,7 +76,7 @@ def decoding_flags():
          "(the paper), or, scored in the type of the logits, to the leftmost (the models' own code on a GPU)")
     flag("--suppress-eos", choices=["logits", "confidence"],
          help="LLaDA's rules for code: never choose EOS, or choose positions that end the text last")
-    flag("--whole", action="store_true", help="decode the whole canvas, also what follows the first EOS")
+    flag("--whole", action="store_true", help="decode the whole canvas, also what follows the first end token")
     flag("--raw-prompt", action="store_true", help="feed the bare text, without the chat template")
     flag("--seed", type=int, default=0, help="of all draws, together with the prompt's id")
     return parser
@@ -139,28 +139,24 @@ def make_settings(args, config, end_ids) -> Namespace:
     return s
 
 
-def schedule(s) -> list[int]:
-    """How many tokens each step unmasks, over all blocks. Empty with --threshold: the model's confidence decides."""
+def schedule(s) -> np.ndarray | None:
+    """(N,): the step that unmasks the first token, the second, ... None with --threshold: the confidence decides."""
     if s.threshold is not None:
-        return []
+        return None
     if s.schedule == "dream":
         # step i unmasks a share 1 - t[i+1] / t[i] of the masks, the last step all the rest
         t = torch.linspace(1, 1e-3, s.steps + 1)
-        counts, masks = [], s.length
+        t[-1] = 0
+        step_of = []
         for i in range(s.steps):
-            unmasked = int(masks * (1 - t[i + 1] / t[i])) if i < s.steps - 1 else masks
-            counts.append(unmasked)
-            masks -= unmasked
-        return counts
+            step_of += [i] * int((s.length - len(step_of)) * (1 - t[i + 1] / t[i]))
+        return np.array(step_of)
     # every block is spent before the next one starts
-    blocks = s.length // s.block
-    steps = s.steps // blocks
+    block, i = np.divmod(np.arange(s.length), s.block)
+    steps = s.steps * s.block // s.length                # per block
     if s.tokens_per_step:                                # the last step of a block takes what is left
-        counts = [s.tokens_per_step] * (steps - 1)
-        counts.append(s.block - sum(counts))
-    else:                                                # as LLaDA: the remainder goes to the first steps, one each
-        counts = [s.block // steps + (i < s.block % steps) for i in range(steps)]
-    return counts * blocks
+        return block * steps + i // s.tokens_per_step
+    return np.sort(block * steps + i % steps)            # as LLaDA: the remainder goes to the first steps, one each
 
 # -----------------------------------------------------------------------------
 # one step of one row: which token, and which position first
@@ -298,30 +294,22 @@ def new_trajectory(id, prompt, s) -> Trajectory:
 
 
 def is_done(traj, s) -> bool:
-    """All is decoded, or all before the first EOS: what comes after it cannot change the text."""
+    """All is decoded, or all before the first end token: what comes after it cannot change the text."""
     return bool(traj.decoded.all()) or (not s.whole and first_end(traj, s.end_ids) is not None)
 
 
-def next_step(traj, counts: list[int]):
+def next_step(traj, step_of):
     """(number of this step, how many tokens it unmasks); None = by --threshold."""
-    step = int(traj.step.max()) + 1
-    if not counts:
-        return step, None
-    while counts[step] == 0:                             # Dream's first step may unmask nothing
-        step += 1
-    return step, counts[step]
+    if step_of is None:
+        return traj.step.max() + 1, None
+    step = step_of[traj.decoded.sum()]
+    return step, np.sum(step_of == step)
 
 
-def pack(live, s, device):
-    """ids, attend (B, T) and pos (B, n) for the model; each row's masked positions in its first unfinished block."""
-    ids, attend = left_pad([np.concatenate([traj.prompt, traj.response]) for traj in live])
-    masked = []
-    for traj in live:
-        todo = np.flatnonzero(~traj.decoded)
-        masked.append(todo[todo // s.block == todo[0] // s.block])
-    # a row with fewer masks than others asks for its last position again, and ignores the answer
-    pos = ids.shape[1] - s.length + right_pad(masked, fill=s.length - 1)
-    return [torch.from_numpy(x).to(device) for x in (ids, attend, pos)], masked
+def masked_view(traj, s) -> View:
+    """What the model sees of an unfinished response; the targets are the masks of its first unfinished block."""
+    masked = np.flatnonzero(~traj.decoded)
+    return View(traj, traj.decoded, masked[masked // s.block == masked[0] // s.block])
 
 
 @torch.no_grad()
@@ -331,7 +319,7 @@ def decode(model, prompts, s, batch_size: int = 16):
     Each row is scored alone and has its own random numbers: which rows share a batch changes nothing but the rounding.
     """
     device = next(model.parameters()).device
-    counts = schedule(s)
+    step_of = schedule(s)
     waiting = sorted(prompts, key=lambda prompt: len(prompt[1]))     # taken from the end: similar lengths share a batch
     live = []
     while waiting or live:
@@ -340,24 +328,24 @@ def decode(model, prompts, s, batch_size: int = 16):
             live.append(new_trajectory(*waiting.pop(), s))
 
         # one forward for all rows
-        batch, masked = pack(live, s, device)
-        logits = model(*batch)                                                               # (B, most masks, V)
+        views = [masked_view(traj, s) for traj in live]
+        logits = model(*pack(views, s.mask_id, device))                                      # (B, most masks, V)
 
         # each row by itself; the seed depends on the prompt and the step, not on the batch
         chosen = []
-        for b, traj in enumerate(live):
-            step, k = next_step(traj, counts)
+        for b, (traj, _, masked) in enumerate(views):
+            step, k = next_step(traj, step_of)
             rng = torch.Generator(device).manual_seed(crc32(f"{s.seed}/{traj.id}/{step}".encode()))
-            chosen.append((step, choose(logits[b, :len(masked[b])], k, s, rng)))
+            chosen.append((step, choose(logits[b, :len(masked)], k, s, rng)))
         del logits                                                                           # before the next forward
 
         # unmask; finished rows leave. All rows have been queued above, because .cpu() waits for the device
-        unfinished = []
-        for traj, positions, (step, results) in zip(live, masked, chosen, strict=True):
+        live = []
+        for (traj, _, masked), (step, results) in zip(views, chosen, strict=True):
             where, token, h, confidence = [x.cpu().numpy() for x in results]
             if not np.isfinite(h).all():
                 stop(f"prompt {traj.id}: the logits are not finite; the checkpoint, the adapter or its dtype is broken")
-            at = positions[where]
+            at = masked[where]
             traj.step[at] = step
             traj.response[at] = token
             traj.entropy[at] = h
@@ -365,8 +353,7 @@ def decode(model, prompts, s, batch_size: int = 16):
             if is_done(traj, s):
                 yield traj
             else:
-                unfinished.append(traj)
-        live = unfinished
+                live.append(traj)
 
 
 def decode_all(model, tok, config, items, s, batch_size, label) -> list[Trajectory]:
@@ -432,37 +419,33 @@ def make_record(traj, item, head: dict) -> dict:
 
 def judge_answer(traj, item, tok):
     """Fills in what the response says, and whether it is right."""
-    traj.text = text_of(traj, tok)
-    finished = first_end(traj, tok.end_ids) is not None
-    traj.correct = judge(traj.text, finished, item["answer"], item["kind"])
-
-
-def check_same_run(place: str, record: dict, head: dict, prompt_of: dict):
-    """A file whose settings differ, or that has another prompt under the same id, must not be continued."""
-    for part in ("model", "decode"):
-        changed = find_change(record.get(part) or {}, head[part], flags())
-        if changed:
-            stop(f"{place}: was decoded with {changed}; give another --out")
-    prompt = prompt_of.get(str(record["id"]), record["prompt_token_ids"])
-    if prompt != record["prompt_token_ids"]:
-        stop(f"{place}: id {record['id']!r} has another prompt there; give another --out, or other ids")
+    fill_in_text(traj, tok)
+    traj.correct = judge(traj.text, traj.end is not None, item["answer"], item["kind"])
 
 
 def read_done(path: str, head: dict, prompts: list[tuple]) -> set:
     """The ids that an earlier run finished. A file of another run, or of something else, is refused, untouched."""
     if not os.path.exists(path):
         return set()
-    done, prompt_of = set(), dict(prompts)
+    done, prompt_of, parser = set(), dict(prompts), flags()
     with open(path, "rb+") as f:
         fcntl.flock(f, fcntl.LOCK_EX)                    # other ranks may be writing
         *lines, rest = f.read().split(b"\n")             # rest: what a kill has left of a line
+        # without a whole line, this may be the beginning of our first record; anything else is not ours
         torn = not lines and rest.startswith(b'{"id": '[:len(rest)]) and not rest.endswith(b"}")
         if not torn and b'"decoding_order": ' not in (lines or [rest])[0]:
             stop(f"--out {path}: exists and holds no trajectories; give another --out")
         for number, line in enumerate(lines, 1):
-            record = parse_line(f"{path}:{number}", line.decode())
-            check_same_run(f"{path}:{number}", record, head, prompt_of)
-            done.add(str(record["id"]))
+            place = f"{path}:{number}"
+            record = parse_line(place, line.decode())
+            for part in ("model", "decode"):
+                changed = find_change(record.get(part) or {}, head[part], parser)
+                if changed:
+                    stop(f"{place}: was decoded with {changed}; give another --out")
+            id, prompt = str(record["id"]), record["prompt_token_ids"]
+            if prompt_of.get(id, prompt) != prompt:
+                stop(f"{place}: id {id!r} has another prompt there; give another --out, or other ids")
+            done.add(id)
         f.truncate(sum(len(line) + 1 for line in lines))
     return done
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lora
-from data import View, first_end, load_trajectories, read_prompts
+from data import View, load_trajectories, read_prompts
 from decode import decode_all, decoding_flags, make_record, make_settings, record_head
 from model import entropy, load_model, load_tokenizer, read_config
 from tabom import collate, tabom_view
@@ -214,14 +214,13 @@ def order_agreement(model, trajs, window, batch_size) -> float:
     return float(np.concatenate(in_order).mean())
 
 
-def ce_by_ratio(model, trajs, end_ids, batch_size) -> dict:
+def ce_by_ratio(model, trajs, batch_size) -> dict:
     """{mask ratio: cross-entropy of the masked tokens up to the first end}: the paper's loss_comparison figure."""
     curve = {}
     for ratio in np.arange(1, 10) / 10:
         views = []
         for n, traj in enumerate(trajs):
-            end = first_end(traj, end_ids)
-            length = len(traj.response) if end is None else end + 1
+            length = len(traj.response) if traj.end is None else traj.end + 1
             rng = np.random.default_rng([int(100 * ratio), n])
             masked = rng.permutation(length)[:max(1, round(ratio * length))]
             visible = np.arange(len(traj.response)) < length     # what follows the end is masked, in both files
@@ -277,7 +276,7 @@ def measure(model, about, args, tok, prompts, speeds, held_out, pair) -> dict:
     if pair and not about["adapter"]:
         result["ce"] = {}
         for label, trajs in pair.items():
-            result["ce"][label] = ce_by_ratio(model, trajs, tok.end_ids, args.batch_size)
+            result["ce"][label] = ce_by_ratio(model, trajs, args.batch_size)
     return result
 
 # -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from util import read_json, stop
@@ -118,12 +119,12 @@ class Model(nn.Module):
 
     def forward(self, ids, attend, pos):
         """
-        ids (B, T); attend (B, T), False on left padding; pos (B, W), where in T a prediction is wanted: RoPE counts
-        otherwise. Returns (B, W, V).
+        ids (B, T); attend (B, T), False on left padding; pos (B, W), which of the T tokens to predict. Returns
+        (B, W, V).
         """
         c = self.config
         T = ids.shape[1]
-        # RoPE counts real tokens only
+        # RoPE's positions begin with 0 at the first real token
         first = (~attend).sum(1, keepdim=True)                                               # (B, 1)  first real token
         index = (torch.arange(T, device=ids.device) - first).clamp(min=0)                    # (B, T)
         D = c.head_dim
@@ -163,24 +164,27 @@ def entropy(logp):
     return -(logp.exp() * logp).sum(-1)
 
 
-def left_pad(rows):
-    """Rows of token ids as ids (B, T) and attend (B, T), False on the padding: all rows end at T."""
-    lengths = np.array([len(row) for row in rows])[:, None]                                  # (B, 1)
+def pad(rows, fill=0, side="right"):
+    """Arrays of different lengths as one tensor (B, the longest)."""
+    return pad_sequence([torch.from_numpy(row) for row in rows], True, fill, side)
+
+
+def pack(views, mask_id, device):
+    """
+    Views (data.View) as the model takes them: ids and attend (B, T), padded on the left, so that all responses end at
+    T; pos (B, W), the targets in T.
+    """
+    rows = []
+    for view in views:
+        response = np.where(view.visible, view.traj.response, mask_id)
+        rows.append(np.concatenate([view.traj.prompt, response]))
+    ids = pad(rows, -1, "left")                                                              # (B, T)  -1: padding
     # a multiple of 8: crashes of fused attention were reported for masks of other lengths
-    T = -(-lengths.max() // 8) * 8
-    attend = np.arange(T) >= T - lengths
-    ids = np.zeros(attend.shape, dtype=np.int64)
-    ids[attend] = np.concatenate(rows)
-    return ids, attend
-
-
-def right_pad(rows, fill):
-    """Arrays of different lengths as one (B, W): what each row asks of the model, filled up at the end."""
-    lengths = np.array([len(row) for row in rows])[:, None]                                  # (B, 1)
-    valid = np.arange(lengths.max()) < lengths
-    table = np.full(valid.shape, fill, dtype=rows[0].dtype)
-    table[valid] = np.concatenate(rows)
-    return table
+    ids = F.pad(ids, (-ids.shape[1] % 8, 0), value=-1)
+    T = ids.shape[1]
+    # a row with fewer targets than others is filled up with the last position, whose prediction nobody reads
+    pos = pad([T - len(view.visible) + view.targets for view in views], T - 1)               # (B, W)
+    return [x.to(device) for x in (ids.clamp(min=0), ids >= 0, pos)]
 
 # -----------------------------------------------------------------------------
 # All that differs between the families, by the model_type in config.json.
@@ -277,12 +281,7 @@ def find_mask(path: Path, mask_token: str) -> int:
 
 def hub_name(name: str, family: dict) -> str:
     """blocks.3.q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    names = family["names"]
-    first, *rest = name.split(".")
-    if first == "blocks":
-        layer, module, *leaf = rest
-        return ".".join([names["blocks"], layer, names[module], *leaf])
-    return ".".join([names[first], *rest])
+    return ".".join(family["names"].get(part, part) for part in name.split("."))
 
 
 def weight_files(config: Config) -> list[Path]:

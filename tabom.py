@@ -38,11 +38,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
+from torch.nn.utils.rnn import pad_sequence
 
 import baselines
 import lora
 from data import View, data_checksum, load_trajectories, model_of
-from model import entropy, left_pad, load_model, load_tokenizer, log_probs, read_config, right_pad
+from model import entropy, load_model, load_tokenizer, log_probs, pack, pad, read_config
 from util import (
     Parser,
     about_run,
@@ -134,8 +135,8 @@ def tabom_view(traj, rng, window=32, cut="uniform"):
     """
     order = traj.order
     steps = traj.step[order]                               # ascending
-    # a window starts at a step that leaves W targets, or with --window 0 two: one pair. A shorter response is one
-    # window; the authors leave it out
+    # a cut leaves at least W targets, with --window 0 two, which make a pair. A shorter response has one cut, its first
+    # step; the authors leave it out
     starts = np.unique(steps[:max(1, len(steps) - (window or 2) + 1)])
     if cut == "non-ltr":                                   # at a token that was decoded before one to its left, if any
         jumps = np.intersect1d(starts, traj.step[traj.jumps])
@@ -159,22 +160,12 @@ class Batch(NamedTuple):
 
 
 def collate(views, mask_id, device):
-    """Prompts are padded on the left, so all responses end at T."""
-    rows = []
-    for v in views:
-        response = np.where(v.visible, v.traj.response, mask_id)
-        rows.append(np.concatenate([v.traj.prompt, response]))
-    ids, attend = left_pad(rows)                                            # (B, T), (B, T)
-    T = ids.shape[1]
-
     def per_target(values, fill=0):
         """One array per view, as long as its targets -> (B, W)."""
-        return torch.from_numpy(right_pad(values, fill)).to(device)
+        return pad(values, fill).to(device)
 
     return Batch(
-        ids=torch.from_numpy(ids).to(device),
-        attend=torch.from_numpy(attend).to(device),
-        pos=per_target([T - len(v.traj.response) + v.targets for v in views], fill=T - 1),
+        *pack(views, mask_id, device),
         x0=per_target([v.traj.response[v.targets] for v in views]),
         valid=per_target([np.ones(len(v.targets), dtype=bool) for v in views]),
         step=per_target([v.traj.step[v.targets] for v in views]),
@@ -187,10 +178,8 @@ def epoch_batches(lengths, batch_size, seed, epoch):
     rng = np.random.default_rng([seed, epoch])
     shuffled = rng.permutation(len(lengths))
     # similar lengths go together, so that little is padding: sort inside pools of 50 batches, then shuffle the batches
-    size = 50 * batch_size
-    for i in range(0, len(shuffled), size):
-        pool = shuffled[i:i + size]
-        shuffled[i:i + size] = pool[np.argsort(lengths[pool], kind="stable")]
+    pool = np.arange(len(lengths)) // (50 * batch_size)
+    shuffled = shuffled[np.lexsort((lengths[shuffled], pool))]
     batches = [shuffled[i:i + batch_size] for i in range(0, len(shuffled), batch_size)]
     return [batches[i] for i in rng.permutation(len(batches))]
 
@@ -228,8 +217,7 @@ def exact_entropies(model, views, mask_id, device):
             now = View(traj, traj.decoded_before(step), targets[traj.step[targets] == step])
             h.append(entropy(log_probs(model, collate([now], mask_id, device)))[0])
         rows.append(torch.cat(h))
-    W = max(len(row) for row in rows)
-    return torch.stack([F.pad(row, (0, W - len(row))) for row in rows])     # (B, W)
+    return pad_sequence(rows, batch_first=True)                             # (B, W)
 
 
 def compute_loss(model, views, args, device):

@@ -242,7 +242,7 @@ def plain_decode(model, prompts, s, batch_size):
     answers = []
     for i in range(0, len(prompts), batch_size):
         trajs = [decode.new_trajectory(*prompt, s) for prompt in prompts[i:i + batch_size]]
-        (ids, attend, _), _ = decode.pack(trajs, s, "cpu")
+        ids, attend, _ = decode.pack([decode.masked_view(traj, s) for traj in trajs], s.mask_id, "cpu")
         everywhere = torch.arange(ids.shape[1]).expand(len(ids), -1)
         for _ in range(s.steps):
             p = model(ids, attend, everywhere).float().softmax(-1)                           # (B, T, V)

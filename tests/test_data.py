@@ -36,10 +36,10 @@ def test_each_prompt_form_is_read_from_jsonl_and_parquet(row, want, tmp_path):
 
 
 def test_bom_crlf_blank_lines_and_missing_ids_are_no_mistake(tmp_path):
-    text = '\ufeff{"prompt": "a"}\r\n\r\n \n{"prompt": "\u00e9\u2028", "id": 0}\r\n{"prompt": "c", "id": null}'
+    text = '\ufeff{"prompt": "a"}\r\n\r\n \n{"prompt": "\u00e9\u2028", "id": 7}\r\n{"prompt": "c", "id": null}'
     (tmp_path / "p.jsonl").write_bytes(text.encode())
     items = data.read_prompts(str(tmp_path / "p.jsonl"))
-    assert [(item["prompt"], item["id"]) for item in items] == [("a", "row-0"), ("\u00e9\u2028", 0), ("c", 2)]
+    assert [(item["prompt"], item["id"]) for item in items] == [("a", 0), ("\u00e9\u2028", 7), ("c", 2)]
     assert items[1]["place"] == f"{tmp_path / 'p.jsonl'}:4"
 
 
@@ -83,7 +83,7 @@ def test_records_ours_the_authors_and_reference_answers_are_read(folders, tmp_pa
 
 def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path, capsys, refused):
     folder, i = folders["llada"], ids_of("llada")
-    left_out = "1 without an end token, 2 judged wrong, 1 shorter than 2 tokens"
+    left_out = "1 without an end token, 2 judged wrong, 1 with fewer than 2 targets"
     unfinished = good_record(id=1, response_token_ids=[3, i.mask, i.eos, i.mask], decoding_order=[1, -1, 0, -1])
     short = good_record(id=2, response="", response_token_ids=[i.eos], decoding_order=[0], entropy=[0], confidence=[1])
     rows = [unfinished, good_record(correct=False), short, good_record(id=4, answer="7")]        # judged on reading
@@ -97,7 +97,7 @@ def test_unfinished_and_wrong_records_are_left_out_unless_all(folders, tmp_path,
     # one prompt under two decoders
     write_lines(tmp_path / "t.jsonl", [good_record(method=method) for method in ("entropy", "default", "credit", None)])
     assert len(read_trajs(folder, path, "--decoded-by entropy default")) == 2
-    assert "left out: 2 not --decoded-by these" in capsys.readouterr().out
+    assert "left out: 2 decoded by another method" in capsys.readouterr().out
 
 
 def test_records_of_others_are_read_kindly(folders, tmp_path):

@@ -15,7 +15,7 @@ import report
 import study
 import swap
 import toy
-from data import text_of
+from data import fill_in_text
 from tests.tiny import HERE, adapted, load, read_lines, run_main
 
 
@@ -68,8 +68,10 @@ def test_committed_base_is_able_and_its_tokenizer_fits(tmp_path, refused):
         args = decode.flags().parse_args(["--model", "-", "--prompts", "-", "--tokens-per-step", str(k)])
         s = decode.make_settings(args, config, tok.end_ids)
         prompts = [(str(n), tok(toy.write(task[0]))["input_ids"]) for n, task in enumerate(tasks)]
-        right = [text_of(traj, tok).endswith("#### " + toy.write(tasks[int(traj.id)][2]))
-                 for traj in decode.decode(net, prompts, s, 24)]
+        right = []
+        for traj in decode.decode(net, prompts, s, 24):
+            fill_in_text(traj, tok)
+            right.append(traj.text.endswith("#### " + toy.write(tasks[int(traj.id)][2])))
         assert s.length == toy.LENGTH and np.mean(right) > 0.4
     # the same sizes with other words, as an older toy.py had
     other = shutil.copytree(HERE / "study" / "base", tmp_path / "older")
