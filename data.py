@@ -131,8 +131,8 @@ def stream_hub(source: str, hub_id: str, config: str | None, split: str):
         from datasets import load_dataset
         return load_dataset(hub_id, config, split=split, streaming=True)
     except Exception as e:
-        stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); pip install datasets, check the network, or give "
-             f"a .jsonl file")
+        stop(f"{source}: {hub_id} cannot be read ({type(e).__name__}); pip install datasets, check the network, or "
+             f"give a .jsonl file")
 
 
 def read_rows(source: str, named: dict = SOURCES):
