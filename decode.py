@@ -48,8 +48,8 @@ from util import (
 # -----------------------------------------------------------------------------
 # settings
 
-# How each family decodes by itself; one that is not listed decodes as LLaDA does. score_filtered: it scores the
-# distribution that it samples from, not the model's
+# How each family decodes by itself; one that is not listed decodes as LLaDA does. score_filtered: positions are scored
+# after temperature, top-p and top-k, not before
 LLADA = dict(score="confidence", score_filtered=False, schedule="even", temperature=0.0, top_p=1.0, block=0)
 DREAM = dict(score="entropy", score_filtered=True, schedule="dream", temperature=0.1, top_p=0.9, block=0)
 OWN_DECODER = {"Dream": DREAM, "a2d-qwen2": LLADA | dict(block=32), "a2d-qwen3": LLADA | dict(block=32)}

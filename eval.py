@@ -386,7 +386,7 @@ def checksum(folder) -> str | None:
     return f"{crc32((Path(folder) / 'adapter_model.safetensors').read_bytes()):08x}" if folder else None
 
 
-def data_checksum(files) -> int:
+def files_checksum(files) -> int:
     """Of the files to measure by; data sets that are named are not read."""
     return crc32(b"".join(Path(file).read_bytes() for file in files if file and os.path.isfile(file)))
 
@@ -429,7 +429,7 @@ def find_todo(args, files) -> dict:
     rank, world_size = rank_and_world_size()
     not_settings = ("adapter", "out", "keep", "no_base")
     settings = {key: value for key, value in vars(args).items() if key not in not_settings}
-    settings["data_checksum"] = data_checksum(files)
+    settings["data_checksum"] = files_checksum(files)
     adapters, run, todo = name_adapters(args), about_run(), {}
     for name, folder in adapters.items():
         about = {"name": name, "adapter": folder, "checksum": checksum(folder), "settings": settings, **run}

@@ -204,7 +204,7 @@ def test_ranks_that_would_measure_different_things_measure_nothing(cli, folders,
     refused_by_all(lambda rank: job(rank, f"--out r --window {2 + int(rank)}"), "checksum of flags")
     (tmp_path / "disk1" / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     refused_by_all(lambda rank: job(rank, "--out r"), "data checksum")
-    monkeypatch.setattr(evaluate, "data_checksum", lambda args: 0)           # prompts that are no files
+    monkeypatch.setattr(evaluate, "files_checksum", lambda args: 0)           # prompts that are no files
     refused_by_all(lambda rank: job(rank, "--out r"), "checksum of prompts")
     os.chdir(tmp_path / "disk0")
     run_main(evaluate, f"{measure} --out r")             # only this node has measured before
