@@ -202,9 +202,10 @@ def filter_logits(z, s):
 
 def draw_tokens(logp, s, rng):
     """(n, V) log-probabilities -> tokens (n,) and their probability (n,). The mask token is never drawn."""
+    banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     # taken out and put back, instead of a copy of n x V
-    mask = logp[:, s.mask_id].clone()
-    logp[:, s.mask_id] = NEVER
+    kept = logp[:, banned]                               # (n, 1 or 2), a copy
+    logp[:, banned] = NEVER
     if s.temperature == 0 or s.greedy:
         token = logp.argmax(-1)
     else:
@@ -217,7 +218,7 @@ def draw_tokens(logp, s, rng):
         token = (z.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
         if index is not None:
             token = index.gather(-1, token[:, None])[:, 0]
-    logp[:, s.mask_id] = mask
+    logp[:, banned] = kept
     return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
@@ -228,9 +229,9 @@ def score_positions(z, h, token, confidence, s, rng):
     """
     if s.score == "random":
         return torch.rand(len(z), generator=rng, device=z.device)
-    # LLaDA's option confidence_eos_eot_inf: positions that end the text come last
-    if s.suppress_eos == "confidence":
-        z = without(z, s.end_ids)
+    # LLaDA's options logits_eos_inf and confidence_eos_eot_inf: positions that end the text come last
+    if s.suppress_eos:
+        z = without(z, s.end_ids[:1] if s.suppress_eos == "logits" else s.end_ids)
     # LLaDA scores the model's own distribution, and that is known by now
     elif s.ties == "entropy" and not s.score_filtered:
         if s.score == "entropy":
@@ -258,8 +259,6 @@ def choose(logits, k, s, rng):
     One step of one row. logits (n, V): at its masked positions; k: how many to unmask, None = by --threshold.
     Returns where (k,), numbers below n; token (k,); and for the record entropy and probability (k,) at temperature 1.
     """
-    if s.suppress_eos == "logits":                       # LLaDA's option logits_eos_inf
-        logits = without(logits, s.end_ids[:1])
     logp = F.log_softmax(logits, -1, dtype=torch.float32)                                       # (n, V)
     h = entropy(logp)                                                                        # (n,)
     # a confidence belongs to a token, so that is drawn first. Other scores need none, and noise for n x V is slow

@@ -35,7 +35,6 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 from torch.nn.utils.rnn import pad_sequence
@@ -178,7 +177,7 @@ def epoch_batches(lengths, batch_size, seed, epoch):
     rng = np.random.default_rng([seed, epoch])
     shuffled = rng.permutation(len(lengths))
     # similar lengths go together, so that little is padding: sort inside pools of 50 batches, then shuffle the batches
-    pool = np.arange(len(lengths)) // (50 * batch_size)
+    pool = np.arange(len(shuffled)) // (50 * batch_size)
     shuffled = shuffled[np.lexsort((lengths[shuffled], pool))]
     batches = [shuffled[i:i + batch_size] for i in range(0, len(shuffled), batch_size)]
     return [batches[i] for i in rng.permutation(len(batches))]
@@ -203,7 +202,7 @@ def tabom_loss(logp, batch, args, h=None):
     gap = h[:, :, None] - h[:, None, :]                                     # (B, W, W)  gap[b, r, s] = h(r) - h(s)
     pair = (valid[:, :, None] & valid[:, None, :]).triu(1)                  # (B, W, W)  r before s, both in the window
     n_pairs = pair.sum((1, 2)).clamp(min=1)                                 # (B,)       W (W - 1) / 2
-    rank_loss = (F.relu(gap + args.gamma) * pair).sum((1, 2)) / n_pairs     # (B,)
+    rank_loss = ((gap + args.gamma).relu() * pair).sum((1, 2)) / n_pairs    # (B,)
     in_order = ((gap < 0) & pair).sum((1, 2)) / n_pairs                     # (B,)       logged: Eq. 7 holds
     return ce + args.lam * rank_loss, {"ce": ce, "rank_loss": rank_loss, "in_order": in_order}
 
