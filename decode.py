@@ -204,8 +204,9 @@ def draw_tokens(logp, s, rng):
     """(n, V) log-probabilities -> tokens (n,) and their probability (n,). The mask token is never drawn."""
     banned = [s.mask_id, s.end_ids[0]] if s.suppress_eos == "logits" else [s.mask_id]
     # taken out and put back, instead of a copy of n x V
-    kept = logp[:, banned]                               # (n, 1 or 2), a copy
-    logp[:, banned] = NEVER
+    columns = {id: logp[:, id].clone() for id in banned}
+    for id in banned:
+        logp[:, id] = NEVER
     if s.temperature == 0 or s.greedy:
         token = logp.argmax(-1)
     else:
@@ -218,7 +219,8 @@ def draw_tokens(logp, s, rng):
         token = (z.to(dtype) - torch.log(-torch.log(noise))).argmax(-1)
         if index is not None:
             token = index.gather(-1, token[:, None])[:, 0]
-    logp[:, banned] = kept
+    for id, column in columns.items():
+        logp[:, id] = column
     return token, logp.gather(-1, token[:, None])[:, 0].exp()
 
 
