@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save as to_bytes
-from torch.nn.utils.rnn import pad_sequence
 
 import baselines
 import lora
@@ -216,7 +215,9 @@ def exact_entropies(model, views, mask_id, device):
             now = View(traj, traj.decoded_before(step), targets[traj.step[targets] == step])
             h.append(entropy(log_probs(model, collate([now], mask_id, device)))[0])
         rows.append(torch.cat(h))
-    return pad_sequence(rows, batch_first=True)                             # (B, W)
+    W = max(len(row) for row in rows)
+    padded = [torch.cat([row, row.new_zeros(W - len(row))]) for row in rows]
+    return torch.stack(padded)                                              # (B, W)
 
 
 def compute_loss(model, views, args, device):
