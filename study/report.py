@@ -381,45 +381,46 @@ def not_run(best: dict) -> str:
 def findings() -> list:
     """Sentences written after the results; their figures and verdicts come from the results."""
     best = select()
-    name = {label: f"{label}@{rate}" for label, rate in best.items()}
-    mean_gain = {label: gain(name[label], *SPEEDS) for label in best}
-    ranking = {}
-    for order in ORDERS:
-        runs = [gain(f"greedy-{method}{order}@1e-3", *PARALLEL) for method in ("tabom", "ce")]
-        ranking[order] = minus(*runs)
-    four = [gain(name[label], "long, 4") for label in ("sampled-tabom", "sampled-ce")]
+    mean_gain = {label: gain(f"{label}@{rate}", *SPEEDS) for label, rate in best.items()}
 
-    second = minus(*[gain(f"{label}@1e-3", *PARALLEL) for label in ("again-ce", "sampled-ce")])
-    swap = minus(*[swapped("greedy-ce@1e-3", part, 4) for part in ("adapter's tokens, base's order", "own")])
-
-    def figure(xs):
+    def figure(a, b=None):
+        xs = minus(a, b) if b else a
         certain = {"shown": "beyond chance", "contrary": "beyond chance", "not shown": "not beyond chance"}
         return f"{show(xs)} ({certain.get(verdict(xs), verdict(xs))})"
 
     def over(a, b):
-        return figure(minus(mean_gain[a], mean_gain[b]))
+        return figure(mean_gain[a], mean_gain[b])
 
-    lost, ruined = [-mean(xs.values()) for xs in (gain("greedy-ce@1e-3", *PARALLEL), mean_gain["gt"])]
+    def run(label):                                      # at the rate of all parts but the first
+        return gain(f"{label}@1e-3", *PARALLEL)
+
+    def ranking(source, order=""):
+        return minus(run(f"{source}-tabom{order}"), run(f"{source}-ce{order}"))
+
+    four = [gain(f"{label}@{best[label]}", "long, 4") for label in ("sampled-tabom", "sampled-ce")]
+    swap = [swapped("greedy-ce@1e-3", part, 4) for part in ("adapter's tokens, base's order", "own")]
     return [
         "Own sampled answers are worth more at the states of their decoding than under random masks: CE only minus "
         f"SFT-SD on the same answers is {over('sampled-ce', 'sampled-sft')}, mean over 1, 2 and 4 tokens per step.",
-        "The gain over the base differs between bases, and a part of it is more pretraining: CE only is "
-        f"{figure(mean_gain['sampled-ce'])} over the base, {over('sampled-ce', 'control')} over the control; "
-        f"short chains and logic stay. A second round adds {figure(second)} at 2 and 4 tokens per step.",
+        f"A part of the gain is more pretraining: CE only is {figure(mean_gain['sampled-ce'])} over the base, "
+        f"{over('sampled-ce', 'control')} over the control; short chains and logic stay. A second round adds "
+        f"{figure(run('again-ce'), run('sampled-ce'))} at 2 and 4 tokens per step.",
         "Unlike in the paper, TABOM does not gain most: T3D, which predicts all that is still masked, does, and TABOM "
         f"minus T3D is {over('sampled-tabom', 'sampled-t3d')}.",
         "Unlike in the paper, ranking costs a little where answers are sampled: TABOM minus CE only is "
-        f"{figure(minus(*four))} at 4 tokens per step.",
+        f"{figure(*four)} at 4 tokens per step.",
+        "Sampling helps by its words, not by its digits: CE only on answers with drawn words and most probable digits, "
+        f"minus the same on sampled ones, is {figure(run('fixed-digits-ce'), run('sampled-ce'))}; with drawn digits "
+        f"and most probable words {figure(run('fixed-forms-ce'), run('sampled-ce'))}.",
         "Ranking protects greedy answers, but only against a high rate: at 1e-3 TABOM minus CE only is "
-        f"{figure(ranking[''])} at 2 and 4 tokens per step, above 0 on every base; at the selected rate, 3e-4, it is "
+        f"{figure(ranking('greedy'))} at 2 and 4 tokens per step, with the paper's own entropies (`exact`) "
+        f"{figure(run('greedy-exact'), run('greedy-ce'))}; each at its selected rate "
         f"{over('greedy-tabom', 'greedy-ce')}.",
-        f"What greedy answers spoil at 1e-3, {lost:.0f} points of CE only, is the order: its tokens are better by "
-        f"{figure(swap)} in the base's order at 4 tokens per step.",
-        "The protection at 1e-3 is largest in the decoder's own order: in a random one TABOM minus CE only is "
-        f"{figure(ranking['-random'])}, left to right {show(ranking['-ltr'])}, reversed {show(ranking['-reversed'])}.",
-        "References help as much as own answers if they are in the forms that the base writes itself: SFT on them "
-        f"minus CE only on sampled answers is {over('gt-mix', 'sampled-ce')}; in a rare form they cost {ruined:.0f} "
-        "points.",
+        "What greedy answers spoil at 1e-3 is the order: CE only's tokens are better by "
+        f"{figure(*swap)} in the base's order at 4 tokens per step.",
+        "The decoder's own order matters: in it, CE only on sampled answers is better than in a random one by "
+        f"{figure(run('sampled-ce'), run('sampled-ce-random'))}, and ranking on greedy answers is worth more by "
+        f"{figure(ranking('greedy'), ranking('greedy', '-random'))}.",
     ]
 
 
