@@ -404,8 +404,8 @@ def findings() -> list:
         "Own sampled answers are worth more at the states of their decoding than under random masks: CE only minus "
         f"SFT-SD on the same answers is {over('sampled-ce', 'sampled-sft')}, mean over 1, 2 and 4 tokens per step.",
         f"A part of the gain is more pretraining: CE only is {figure(mean_gain['sampled-ce'])} over the base, "
-        f"{over('sampled-ce', 'control')} over the control; short chains {kept[0]}, logic {kept[1]}. A second round adds "
-        f"{figure(run('again-ce'), run('sampled-ce'))} at 2 and 4 tokens per step.",
+        f"{over('sampled-ce', 'control')} over the control; short chains {kept[0]}, logic {kept[1]}. A second round "
+        f"adds {figure(run('again-ce'), run('sampled-ce'))} at 2 and 4 tokens per step.",
         "Unlike in the paper, TABOM does not gain most: T3D, which predicts all that is still masked, does, and TABOM "
         f"minus T3D is {over('sampled-tabom', 'sampled-t3d')}.",
         "Unlike in the paper, ranking costs a little where answers are sampled: TABOM minus CE only is "
