@@ -173,7 +173,7 @@ def read_text(place: str, row: dict, *names) -> str | None:
 def read_messages(place: str, turns) -> list[dict]:
     """A conversation as the chat template wants it."""
     messages = []
-    for turn in turns or []:
+    for turn in turns if isinstance(turns, list) else []:
         match turn:
             case {"role": str(role), "content": str(content)}:                   # Ling-Coder-SFT has HUMAN, ASSISTANT
                 messages.append({"role": role.lower().replace("human", "user"), "content": content})

@@ -107,11 +107,13 @@ def read(folder):
     """({module path: {"A": (r, in), "B": (out, r)}}, r, alpha) of an adapter folder, ours or peft's."""
     config_path = Path(folder) / "adapter_config.json"
     config = read_json(config_path)
+    if config.get("peft_type") != "LORA":
+        stop(f"{config_path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are read")
     # each of these changes the formula above, or W: loading the matrices alone would be silently wrong
     unset = [None, False, [], {}]
-    allowed = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
-    for key in ("peft_type", "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern",
-                "fan_in_fan_out", "lora_bias", "alora_invocation_tokens", "bias", "init_lora_weights"):
+    allowed = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal"]}
+    for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+                "lora_bias", "alora_invocation_tokens", "bias", "init_lora_weights"):
         if config.get(key) not in unset + allowed.get(key, []):
             stop(f"{config_path}: {key} is {config[key]!r}, which is not supported; train a LoRA without it")
     weights_path = Path(folder) / "adapter_model.safetensors"

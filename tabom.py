@@ -193,7 +193,7 @@ def tabom_loss(logp, batch, args, h=None):
     # first term: cross-entropy, mean over the window
     ce = -logp.gather(-1, batch.x0[..., None])[..., 0]                      # (B, W)
     ce = (ce * valid).sum(1) / valid.sum(1)                                 # (B,)
-    if args.lam == 0:                                                        # sft, dinfer, the ablation without ranking
+    if args.lam == 0:                                                       # sft, dinfer, the ablation without ranking
         return ce, {"ce": ce}
     # second term: r before s in decoding order should have the lower entropy, by gamma; mean over the pairs (Eq. 8)
     if h is None:

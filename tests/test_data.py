@@ -48,6 +48,8 @@ def test_bom_crlf_blank_lines_and_missing_ids_are_no_mistake(tmp_path):
     ('{"prompt": 3}', ":1", "prompt is 3"), ('{"prompt": "a", "answer": [1]}', ":1", "answer is [1]"),
     ('{"messages": [{"role": "user"}]}', ":1", "not a role and its content"),
     ('{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": "1"}', ":3", "id '1' appears twice"),
+    ('{"prompt": "a"}\n{"prompt": "b", "id": 0}', ":2", "id '0' appears twice"),
+    ('{"messages": 3}', ":1", "has no prompt"),
 ])
 def test_a_prompt_that_cannot_be_read_is_named_with_file_and_line(content, line, words, tmp_path, refused):
     path = tmp_path / "p.jsonl"

@@ -12,6 +12,7 @@ import pytest
 
 import eval as evaluate
 import lora
+import swap
 import tabom
 import util
 from tests.tiny import Fork, adapted, assert_close_runs, corpus, read_lines, run_main, run_ranks, same_run, write_lines
@@ -138,7 +139,13 @@ def test_decoding_and_measuring_on_two_nodes_equals_one_process(cli, nodes, fold
     assert ok == [True, True]
     parts = [read_lines(tmp_path / f"node{node}.jsonl") for node in range(2)]
     assert all(parts) and {row["id"]: row for part in parts for row in part} == whole
+    exchange = measure.replace("--tds 2 --keep", "--greedy")
+    run_main(swap, exchange + "one-swap")
+    _, ok = nodes(lambda node: run_main(swap, exchange + "two-swap"))
+    assert ok == [True, True]
     for name in ("base", "mine"):
+        swaps = [json.loads((tmp_path / folder / f"{name}.json").read_text()) for folder in ("one-swap", "two-swap")]
+        assert swaps[0] == swaps[1]
         folders = tmp_path / "one", tmp_path / "two"
         results = [json.loads((folder / f"{name}.json").read_text()) for folder in folders]
         assert results[0] == results[1]
