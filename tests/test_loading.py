@@ -167,6 +167,10 @@ def test_an_adapter_of_another_formula_is_refused(option, folders, tmp_path, ref
     LoraConfig(r=4, lora_alpha=6, target_modules=QV, **option).save_pretrained(tmp_path / "a")
     with refused(tmp_path / "a" / "adapter_config.json", *option):
         lora.load(load(folders["llada"]), tmp_path / "a")
+    for kind in (None, "IA3"):
+        edit_json(tmp_path / "a" / "adapter_config.json", peft_type=kind)
+        with refused("peft_type", "only LORA adapters are read"):
+            lora.load(load(folders["llada"]), tmp_path / "a")
 
 
 @both
